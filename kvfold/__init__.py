@@ -1,0 +1,9 @@
+"""kvfold keeps an LLM's KV cache folded to 2-4 bits a value, and attention reads it folded."""
+
+from kvfold.cache.policy import Policy
+from kvfold.formats import FORMATS, get_format, get_formats
+from kvfold.integrations.models import demo_model, load_model
+from kvfold.integrations.transformers import FoldedCache, attach, detach
+
+__all__ = ["FORMATS", "FoldedCache", "Policy", "attach", "demo_model", "detach", "get_format", "get_formats", "load_model"]
+__version__ = "0.1.0"

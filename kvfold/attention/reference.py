@@ -1,0 +1,324 @@
+"""Attention that reads a folded cache folded, in plain torch: the truth for every kernel.
+
+Keys are never rotated back: q·x̂ is taken with q̃ = R⁻ᵀ·q, rotated once. Values are summed over codes,
+and R⁻¹ is applied once, to the sum. Softmax runs online over blocks of keys, so no more than a block of
+pages is ever unpacked.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.layer import Appended
+from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.formats.page import PageForm, Pages
+
+QUERY_BLOCK = 512
+PAGE_BLOCK = 16
+
+
+@torch.no_grad()
+def attend(
+    query: Tensor,
+    new: Appended,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of the tokens just appended over everything that their layer holds.
+
+    For inference: no gradients flow through it.
+
+    Parameters
+    ----------
+    query
+        (batch, heads, n, key_dim) for the n columns of `new`; heads a multiple of kv_heads, query
+        head h reading KV head h // (heads / kv_heads).
+    new
+        What `LayerCache.append` returned for these tokens.
+    scaling
+        Factor on the scores, usually key_dim**-0.5.
+    mask
+        None for causal attention. Otherwise (batch or 1, heads or 1, n, columns): bool, True where a
+        query may attend; or floating point, added to the scores. It then decides alone, causality
+        included.
+    softcap
+        If given, scores become softcap·tanh(score / softcap), before the mask.
+    sink_logits
+        If given, one logit a head, (heads,), that takes part in the softmax and has no value
+        (attention sinks of gpt-oss).
+
+    Returns
+    -------
+    Tensor
+        (batch, heads, n, value_dim) in the query's dtype; 0 for queries that are padding or that the
+        mask bars from every key.
+    """
+    value_dim = new.layer.value_dim
+    out = query.new_zeros(*query.shape[:3], value_dim)
+    for group, dense in zip(new.layer.groups, new.dense, strict=True):
+        skip = max(group.padding - new.first_column, 0)
+        own_mask = None
+        if mask is not None:
+            own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
+            own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
+        result = attend_rows(
+            group.own(query, new.first_column),
+            group.rows,
+            dense,
+            scaling=scaling,
+            mask=own_mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+        )
+        out[group.batch_rows, :, skip:] = result.to(out.dtype)
+    return out
+
+
+def attend_rows(
+    query: Tensor,
+    rows: FoldedRows,
+    dense: DenseSpan | None,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`attend` for rows of one length; the queries are those of the newest tokens.
+
+    `dense` is what `FoldedRows.commit` returned. Output is float32.
+    """
+    batch, heads, n, _ = query.shape
+    kv_heads = rows.kv_heads
+    repeat = heads // kv_heads
+    dense_start = dense.start if dense is not None else rows.length
+    logits = _to_groups(sink_logits.float().view(1, heads, 1, 1), kv_heads) if sink_logits is not None else None
+
+    # (batch, kv_heads, repeat, n, dim): one unpacked key serves the `repeat` query heads of its group.
+    q = _to_groups(query.float() * scaling, kv_heads)
+    q_rotated = rows.keys.form.transform.apply_to_query(q)
+    out = []
+    for first in range(0, n, QUERY_BLOCK):
+        block = slice(first, min(first + QUERY_BLOCK, n))
+        width = block.stop - block.start
+        t = torch.arange(rows.length - n + block.start, rows.length - n + block.stop, device=query.device)
+        reader = _Reader(
+            position=t,
+            folded_until=rows.folded_until(t, dense_start),
+            mask=None if mask is None else _to_groups(mask[:, :, block], kv_heads),
+            softcap=softcap,
+            state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.value_dim, query.device),
+        )
+        sinks = rows.sink_span()
+        if sinks is not None:
+            reader.read_dense(q[..., block, :], sinks)
+        reader.read_pages(q_rotated[..., block, :], rows)
+        if dense is not None:
+            reader.read_dense(q[..., block, :], dense, folded_later=True)
+        out.append(reader.state.result(rows.values.form, logits))
+    return torch.cat(out, dim=-2).flatten(1, 2)
+
+
+def _to_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """(batch, heads, …) → (batch, kv_heads, heads / kv_heads, …); a single head stays single."""
+    return x.unflatten(1, (kv_heads, -1)) if x.shape[1] > 1 or kv_heads == 1 else x.unsqueeze(1)
+
+
+@dataclass(eq=False)
+class _OnlineSoftmax:
+    """Running softmax over blocks of keys, for (batch, kv_heads, repeat, n) queries.
+
+    Values read from pages are summed in rotated coordinates, dense ones as they are.
+    """
+
+    maximum: Tensor
+    total: Tensor
+    rotated: Tensor
+    plain: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, kv_heads: int, repeat: int, n: int, dim: int, device: torch.device) -> "_OnlineSoftmax":
+        shape = (batch, kv_heads, repeat, n)
+        return cls(
+            maximum=torch.full((*shape, 1), -torch.inf, device=device),
+            total=torch.zeros(*shape, 1, device=device),
+            rotated=torch.zeros(*shape, dim, device=device),
+            plain=torch.zeros(*shape, dim, device=device),
+        )
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Unnormalised probabilities of a block's scores (…, n, tokens), all sums rescaled to match."""
+        maximum = torch.maximum(self.maximum, scores.amax(-1, keepdim=True))
+        # A query that has seen no key yet keeps -inf; 0 in its place makes every exp a plain 0.
+        finite = maximum.clamp_min(torch.finfo(maximum.dtype).min)
+        decay = torch.exp(self.maximum - finite)
+        p = torch.exp(scores - finite)
+        self.maximum = maximum
+        self.total = self.total * decay + p.sum(-1, keepdim=True)
+        self.rotated *= decay
+        self.plain *= decay
+        return p
+
+    def result(self, values: PageForm, sink_logits: Tensor | None) -> Tensor:
+        total = self.total
+        if sink_logits is not None:
+            total = total + torch.exp(sink_logits - self.maximum)
+        out = values.transform.invert(self.rotated) + self.plain
+        return (out / total).where(self.total > 0, 0)
+
+
+@dataclass(eq=False)
+class _Reader:
+    """One block of queries, reading its keys and values part by part.
+
+    Attributes
+    ----------
+    position
+        Positions of the queries, (n,).
+    folded_until
+        For each query, the position after the last token that it reads folded.
+    mask
+        (batch or 1, kv_heads or 1, repeat or 1, n, positions), or None for causal attention.
+    """
+
+    position: Tensor
+    folded_until: Tensor
+    mask: Tensor | None
+    softcap: float | None
+    state: _OnlineSoftmax
+
+    def read_dense(self, q: Tensor, span: DenseSpan, folded_later: bool = False) -> None:
+        """Dense tokens; if they are `folded_later`, only until a query reads them folded."""
+        start, stop = span.start, span.stop
+        if folded_later:
+            start = max(start, int(self.folded_until[0]))
+        if self.mask is None:
+            stop = min(stop, int(self.position[-1]) + 1)
+        if start >= stop:
+            return
+        own = slice(start - span.start, stop - span.start)
+        key, value = span.key[:, :, own].float(), span.value[:, :, own].float()
+        token = torch.arange(start, stop, device=q.device)
+        barred = token < self.folded_until.unsqueeze(-1) if folded_later else None
+        scores = self._visible(_grouped(q, key.mT), token, barred)
+        self.state.plain += _grouped(self.state.weights(scores), value)
+
+    def read_pages(self, q: Tensor, rows: FoldedRows) -> None:
+        """Folded pages, a block of them at a time."""
+        size, sinks = rows.page_size, rows.window.sinks
+        last = int(self.folded_until[-1])
+        if self.mask is None:
+            last = min(last, int(self.position[-1]) + 1)
+        pages = min(rows.keys.count, -(-(last - sinks) // size))
+        for first in range(0, pages, PAGE_BLOCK):
+            stop = min(first + PAGE_BLOCK, pages)
+            keys, values = rows.keys.pages(first, stop), rows.values.pages(first, stop)
+            # Slots of a part-full page lie beyond every query's `folded_until`, and beyond the mask.
+            token = torch.arange(sinks + first * size, sinks + stop * size, device=q.device)
+            barred = None
+            if int(token[-1]) >= int(self.folded_until[0]):
+                barred = token >= self.folded_until.unsqueeze(-1)
+            scores = self._visible(page_scores(q, keys, rows.keys.form), token, barred)
+            self.state.rotated += page_outputs(self.state.weights(scores), values, rows.values.form)
+
+    def _visible(self, scores: Tensor, token: Tensor, barred: Tensor | None) -> Tensor:
+        """Soft-capped scores of `token`s, with -inf where a query must not look."""
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.mask is None:
+            if int(token[-1]) > int(self.position[0]):
+                causal = token > self.position.unsqueeze(-1)
+                barred = causal if barred is None else barred | causal
+        else:
+            first, held = int(token[0]), self.mask.shape[-1]
+            mask = self.mask[..., first : first + len(token)]
+            short = first + len(token) - held
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(~torch.nn.functional.pad(mask, (0, max(short, 0))), -torch.inf)
+            else:
+                scores = scores + torch.nn.functional.pad(mask.float(), (0, max(short, 0)), value=-torch.inf)
+        return scores if barred is None else scores.masked_fill(barred, -torch.inf)
+
+
+def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
+    """q·x̂ for every folded token, from codes.
+
+    q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c
+
+    Parameters
+    ----------
+    q
+        Rotated queries q̃, float32, (batch, kv_heads, repeat, n, D).
+    pages
+        (batch, kv_heads, N, …).
+
+    Returns
+    -------
+    Tensor
+        (batch, kv_heads, repeat, n, N·P).
+    """
+    levels = form.levels(pages).flatten(2, 3)  # (batch, kv_heads, N·P, D)
+    scale = pages.scale.float().flatten(2, 3)  # (batch, kv_heads, N·P, G)
+    offset = None if pages.offset is None else pages.offset.float().flatten(2, 3)
+    scores: Tensor | float = 0.0
+    for g, channels in enumerate(_channel_groups(form.head_dim, scale.shape[-1])):
+        q_g = q[..., channels]
+        scores = scores + _grouped(q_g, levels[..., channels].mT) * _beside_queries(scale[..., g])
+        if offset is not None:
+            scores = scores + q_g.sum(-1, keepdim=True) * _beside_queries(offset[..., g])
+    assert isinstance(scores, Tensor)
+    if pages.centre is not None:
+        centre = _grouped(q, pages.centre.float().mT)  # (batch, kv_heads, repeat, n, N)
+        scores = scores + centre.repeat_interleave(form.page_size, dim=-1)
+    return scores
+
+
+def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
+    """R·Σ_t p_t·x̂[t], from codes.
+
+    Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]])
+
+    Parameters
+    ----------
+    p
+        Weights, float32, (batch, kv_heads, repeat, n, N·P).
+
+    Returns
+    -------
+    Tensor
+        (batch, kv_heads, repeat, n, D), in rotated coordinates.
+    """
+    levels = form.levels(pages).flatten(2, 3)
+    scale = pages.scale.float().flatten(2, 3)
+    offset = None if pages.offset is None else pages.offset.float().flatten(2, 3)
+    parts = []
+    for g, channels in enumerate(_channel_groups(form.head_dim, scale.shape[-1])):
+        part = _grouped(p * _beside_queries(scale[..., g]), levels[..., channels])
+        if offset is not None:
+            part = part + (p * _beside_queries(offset[..., g])).sum(-1, keepdim=True)
+        parts.append(part)
+    out = torch.cat(parts, dim=-1)
+    if pages.centre is not None:
+        page_weight = p.unflatten(-1, (-1, form.page_size)).sum(-1)
+        out = out + _grouped(page_weight, pages.centre.float())
+    return out
+
+
+def _channel_groups(head_dim: int, groups: int) -> Iterator[slice]:
+    width = head_dim // groups
+    return (slice(g * width, (g + 1) * width) for g in range(groups))
+
+
+def _grouped(x: Tensor, y: Tensor) -> Tensor:
+    """x (batch, kv_heads, repeat, n, a) @ y (batch, kv_heads, a, b), y shared by all repeats and not copied."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+
+
+def _beside_queries(per_token: Tensor) -> Tensor:
+    """(batch, kv_heads, tokens) → (batch, kv_heads, 1, 1, tokens)."""
+    return per_token[:, :, None, None]

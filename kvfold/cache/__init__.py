@@ -1,0 +1,1 @@
+"""Folded caches: pages, the dense window around them, and who folds what."""

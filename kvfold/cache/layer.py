@@ -1,0 +1,256 @@
+"""The folded cache of one layer: a batch of sequences, each folded as if it were alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.formats import FormatPair, get_formats
+
+
+@dataclass(eq=False)
+class RowGroup:
+    """Batch rows with the same left padding, hence the same length.
+
+    Attributes
+    ----------
+    batch_rows
+        Their indices in the batch, int64, (rows,).
+    padding
+        Padding columns before their first token.
+    rows
+        Their cache.
+    """
+
+    batch_rows: Tensor
+    padding: int
+    rows: FoldedRows
+
+    def own(self, columns: Tensor, first: int) -> Tensor:
+        """These rows' tokens among batch columns (batch, heads, n, …) that start at column `first`."""
+        skip = max(self.padding - first, 0)
+        if len(self.batch_rows) < columns.shape[0]:
+            columns = columns.index_select(0, self.batch_rows)
+        return columns[:, :, skip:]
+
+
+@dataclass(eq=False)
+class Appended:
+    """What one `LayerCache.append` made readable, for the attention of the same forward pass.
+
+    Attributes
+    ----------
+    layer
+        The cache that holds everything else.
+    first_column
+        Column of the first new token: what the cache held before.
+    columns
+        New columns.
+    dense
+        For each of the layer's groups, the dense tokens that the new queries may read.
+    """
+
+    layer: "LayerCache"
+    first_column: int
+    columns: int
+    dense: list[DenseSpan | None]
+
+
+class LayerCache:
+    """Folded keys and values of one layer.
+
+    A batch arrives in columns. Row b's first `padding[b]` columns are padding and are never stored;
+    rows with equal padding share tensors.
+
+    Parameters
+    ----------
+    format
+        "both" or "keys:values" (`kvfold.formats.FORMATS`).
+    index
+        The layer's number, for messages.
+    dense_dtype
+        dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
+    """
+
+    def __init__(self, format: str, index: int = 0, dense_dtype: torch.dtype | None = None) -> None:
+        self.format = format
+        self.index = index
+        self.dense_dtype = dense_dtype
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.columns = 0
+        self.groups: list[RowGroup] = []
+        self._formats: FormatPair | None = None
+        self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
+
+    # Growing
+
+    def append(self, key: Tensor, value: Tensor, padding: Sequence[int] | None = None) -> Appended:
+        """Add columns to every row.
+
+        Parameters
+        ----------
+        key, value
+            Shape (batch, kv_heads, n, dim), floating point, finite; the dims may differ.
+        padding
+            Padding columns before each row's first token; None for none. Counts for rows that have
+            not started yet.
+
+        Raises
+        ------
+        ValueError
+            On a NaN or infinity, or a shape, dtype or device that differs from what the cache
+            holds. The cache is unchanged then.
+        """
+        self._check(key, value)
+        n, batch = key.shape[2], key.shape[0]
+        padding = list(padding) if padding is not None else [0] * batch
+        if len(padding) != batch:
+            raise ValueError(f"padding has {len(padding)} entries for a batch of {batch}")
+        key, value = self._as_stored(key, "key"), self._as_stored(value, "value")
+        if self._formats is None:
+            self._formats = get_formats(self.format, key.shape[-1], value.shape[-1])
+        groups = self.groups + self._starting(padding, n, key)
+
+        pending = [
+            group.rows.prepare(group.own(key, self.columns), group.own(value, self.columns)) for group in groups
+        ]
+        # Nothing below fails.
+        dense = [group.rows.commit(tokens) for group, tokens in zip(groups, pending, strict=True)]
+        first_column = self.columns
+        self.groups = groups
+        self.columns += n
+        if self._like is None:
+            self._like = tuple(x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (key, value))  # type: ignore[assignment]
+        return Appended(self, first_column, n, dense)
+
+    def _starting(self, padding: Sequence[int], n: int, key: Tensor) -> list[RowGroup]:
+        """New groups for rows whose first token is among the next `n` columns."""
+        assert self._formats is not None
+        batch, kv_heads = key.shape[:2]
+        if sum(len(group.batch_rows) for group in self.groups) == batch:
+            return []
+        started = {int(row) for group in self.groups for row in group.batch_rows.tolist()}
+        members: dict[int, list[int]] = {}
+        for row in range(batch):
+            if row not in started and padding[row] < self.columns + n:
+                if padding[row] < self.columns:
+                    raise ValueError(f"padding[{row}] = {padding[row]}, but {self.columns} columns of row {row} were padding")
+                members.setdefault(padding[row], []).append(row)
+        return [
+            RowGroup(torch.tensor(rows, device=key.device), columns, FoldedRows(self._formats, kv_heads))
+            for columns, rows in members.items()
+        ]
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        where = f"layer {self.index}"
+        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"{where}: key {tuple(key.shape)} and value {tuple(value.shape)} must both have the shape "
+                "(batch, kv_heads, tokens, dim), with equal batch, heads and tokens"
+            )
+        if not (key.is_floating_point() and value.is_floating_point()):
+            raise TypeError(f"{where}: key is {key.dtype} and value is {value.dtype}; both must be floating point")
+        if self._like is None:
+            return
+        for name, new, held in (("key", key, self._like[0]), ("value", value, self._like[1])):
+            if new.shape[0] != held.shape[0]:
+                raise ValueError(f"{where}: {name} has batch {new.shape[0]}, the cache holds {held.shape[0]} rows")
+            if new.shape[1] != held.shape[1] or new.shape[3] != held.shape[3]:
+                raise ValueError(
+                    f"{where}: {name} has {new.shape[1]} heads of {new.shape[3]}, the cache holds {held.shape[1]} "
+                    f"heads of {held.shape[3]}: was it filled by another model?"
+                )
+            if new.device != held.device:
+                raise ValueError(f"{where}: {name} is on {new.device}, the cache is on {held.device}")
+            if self._stored_dtype(new) != held.dtype:
+                raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
+
+    def _stored_dtype(self, x: Tensor) -> torch.dtype:
+        if self.dense_dtype is not None:
+            return self.dense_dtype
+        return x.dtype if x.dtype.itemsize == 2 else torch.float16
+
+    def _as_stored(self, x: Tensor, name: str) -> Tensor:
+        stored = x.detach().to(self._stored_dtype(x))
+        finite = stored.isfinite()
+        if finite.all():
+            return stored
+        row, head, token, channel = (~finite).nonzero()[0].tolist()
+        bad = x[row, head, token, channel].item()
+        remedy = (
+            "the model's own computation broke before the cache"
+            if not torch.tensor(bad).isfinite()
+            else f"too large for {stored.dtype}; pass dense_dtype=torch.float32"
+        )
+        raise ValueError(
+            f"layer {self.index}: {name} at position {self.columns + token} (row {row}, head {head}, "
+            f"channel {channel}) is {bad}: {remedy}"
+        )
+
+    # Shrinking and rearranging
+
+    def crop(self, columns: int) -> int:
+        """Keep the first `columns` columns; the number of tokens a row that had to be unfolded."""
+        unfolded = 0
+        for group in self.groups:
+            unfolded = max(unfolded, group.rows.crop(max(columns - group.padding, 0)))
+        self.groups = [group for group in self.groups if group.rows.length]
+        self.columns = min(self.columns, columns)
+        return unfolded
+
+    def select(self, rows: Tensor) -> None:
+        """Let new row i be what row `rows[i]` was; repeats and omissions allowed."""
+        if self._like is None:
+            return
+        wanted = rows.tolist()
+        kept = []
+        for group in self.groups:
+            place = {row: i for i, row in enumerate(group.batch_rows.tolist())}
+            new = [i for i, row in enumerate(wanted) if row in place]
+            if not new:
+                continue
+            group.rows.select(torch.tensor([place[wanted[i]] for i in new]))
+            kept.append(RowGroup(torch.tensor(new, device=group.batch_rows.device), group.padding, group.rows))
+        self.groups = kept
+        self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
+
+    # Reading
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return 0 if self._like is None else self._like[0].shape[0]
+
+    @property
+    def exact_crop(self) -> int:
+        """How many of the newest columns can always be cropped without unfolding a page."""
+        return 0 if self._formats is None else self._formats.window.recent
+
+    @property
+    def value_dim(self) -> int:
+        """Coordinates of a value; 0 before the first token."""
+        return 0 if self._like is None else self._like[1].shape[3]
+
+    @property
+    def value_count(self) -> int:
+        """Numbers that a dense cache would hold for the same tokens: keys and values, padding aside."""
+        if self._like is None:
+            return 0
+        per_token = sum(like.shape[1] * like.shape[3] for like in self._like)
+        return per_token * sum(len(group.batch_rows) * group.rows.length for group in self.groups)
+
+    def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
+        assert self._like is not None
+        out = [
+            like.new_zeros(*like.shape[:2], self.columns, like.shape[3], dtype=dtype) for like in self._like
+        ]
+        for group in self.groups:
+            for target, source in zip(out, group.rows.unfold(), strict=True):
+                target[group.batch_rows, :, group.padding :] = source.to(dtype)
+        return out[0], out[1]

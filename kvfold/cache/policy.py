@@ -1,0 +1,49 @@
+"""Which layers fold, and into what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvfold.formats import check_names
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Formats of a model's full-attention layers.
+
+    Layers with a sliding window stay dense whatever the policy: their cache is small and their
+    error is not.
+
+    Attributes
+    ----------
+    format
+        "both" or "keys:values", for every layer without an exception.
+    dense_first, dense_last
+        How many layers at the start and the end of the model stay dense.
+    exceptions
+        Formats of single layers, (layer index, format) pairs; "dense" keeps a layer dense.
+    """
+
+    format: str
+    dense_first: int = 0
+    dense_last: int = 0
+    exceptions: Sequence[tuple[int, str]] = ()
+
+    def __post_init__(self) -> None:
+        check_names(self.format)
+        for name in ("dense_first", "dense_last"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: give a number of layers, 0 or more")
+        for _, format in self.exceptions:
+            if format != "dense":
+                check_names(format)
+
+    def format_of(self, layer: int, num_layers: int) -> str | None:
+        """The format of layer `layer`, or None if it stays dense."""
+        for index, format in self.exceptions:
+            if not -num_layers <= index < num_layers:
+                raise ValueError(f"exceptions name layer {index}: the model has layers 0 to {num_layers - 1}")
+            if index % num_layers == layer:
+                return None if format == "dense" else format
+        if layer < self.dense_first or layer >= num_layers - self.dense_last:
+            return None
+        return self.format

@@ -1,0 +1,102 @@
+"""What a cache really holds: every tensor that can be reached from it, each storage once."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def walk_tensors(obj: object) -> Iterator[Tensor]:
+    """Every tensor reachable from `obj` through attributes, dataclass fields and containers."""
+    seen: set[int] = set()
+    stack = [obj]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack.extend(item)
+        elif hasattr(item, "__dict__") and not isinstance(item, type):
+            stack.extend(vars(item).values())
+        elif is_dataclass(item) and not isinstance(item, type):
+            stack.extend(getattr(item, field.name) for field in fields(item))
+
+
+def held_bytes(*objects: object) -> int:
+    """Bytes of all storages behind the tensors reachable from `objects`, each storage counted once.
+
+    A view counts with the whole storage that it keeps alive; tables that layers share count once.
+    """
+    storages = {}
+    for obj in objects:
+        for tensor in walk_tensors(obj):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer of a cache.
+
+    Attributes
+    ----------
+    layer
+        Its index.
+    format
+        Its format, or "dense".
+    tokens
+        Columns seen, padding included.
+    values
+        Numbers that a dense cache would hold for the same tokens.
+    held_bytes
+        Bytes of its tensors, shared tables left out.
+    """
+
+    layer: int
+    format: str
+    tokens: int
+    values: int
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """A cache, layer by layer.
+
+    Attributes
+    ----------
+    layers
+        One entry a layer.
+    shared_bytes
+        Bytes of tables that layers share: rotations and level tables.
+    held_bytes
+        Every byte that the cache owns.
+    values
+        Numbers that a dense cache would hold for the same tokens.
+    """
+
+    layers: tuple[LayerReport, ...]
+    shared_bytes: int
+    held_bytes: int
+    values: int
+
+    @property
+    def bits_per_value(self) -> float:
+        """8·held_bytes / values; NaN for an empty cache."""
+        return 8 * self.held_bytes / self.values if self.values else float("nan")
+
+    @property
+    def ratio_to_bf16(self) -> float:
+        """How many times smaller than the same cache in bfloat16."""
+        return 2 * self.values / self.held_bytes if self.held_bytes else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and numbers."""
+        return asdict(self) | {"bits_per_value": self.bits_per_value, "ratio_to_bf16": self.ratio_to_bf16}

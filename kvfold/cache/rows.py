@@ -1,0 +1,328 @@
+"""Folded sequences of one length: sinks, pages and the dense tail of one layer.
+
+Positions count a row's own tokens from 0. What a query reads does not depend on how the tokens came:
+a page folds once `recent` tokens follow it, and a query at position t reads it folded from the moment
+that happened, dense before. Whole prefill, chunked prefill and single steps therefore agree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.store import PageStore
+from kvfold.formats import Format, FormatPair
+from kvfold.formats.base import pad_tokens, require_finite
+from kvfold.formats.page import Pages
+from kvfold.kernels import ops
+
+
+@dataclass(eq=False)
+class DenseSpan:
+    """Keys and values of consecutive tokens, dense.
+
+    Attributes
+    ----------
+    key, value
+        Shape (batch, kv_heads, tokens, dim).
+    start
+        Position of the first.
+    """
+
+    key: Tensor
+    value: Tensor
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.key.shape[2]
+
+
+@dataclass(eq=False)
+class Pending:
+    """New tokens, folded where ripe, that `FoldedRows.commit` stores.
+
+    Attributes
+    ----------
+    key, value
+        The new tokens.
+    into_sinks, after_sinks
+        How many of them are sinks, and how many come after.
+    pages
+        Folded pages of keys and values, if there are any.
+    ripe
+        How many pages of `dense` these are.
+    dense
+        The tail and the new tokens after the sinks.
+    """
+
+    key: Tensor
+    value: Tensor
+    into_sinks: int
+    after_sinks: int
+    pages: tuple[Pages, Pages] | None
+    ripe: int
+    dense: DenseSpan | None
+
+
+class FoldedRows:
+    """Keys and values of one layer for batch rows that hold equally many tokens.
+
+    Attributes
+    ----------
+    kv_heads
+        KV heads of the layer.
+    length
+        Tokens held by each row.
+    keys, values
+        Folded pages; page n covers positions sinks + n·P to sinks + (n+1)·P.
+    sinks
+        The first tokens, dense.
+    tail
+        The newest tokens, dense, in storage of fixed size; absent if the formats fold by token.
+    """
+
+    def __init__(self, formats: FormatPair, kv_heads: int) -> None:
+        if formats.keys.page_size != formats.values.page_size:
+            raise ValueError(
+                f"keys have pages of {formats.keys.page_size} tokens, values of {formats.values.page_size}: "
+                "a layer's formats must agree on page_size"
+            )
+        self.formats = formats
+        self.kv_heads = kv_heads
+        self.page_size = formats.keys.page_size
+        self.window = formats.window
+        self.length = 0
+        self.keys = PageStore(formats.keys.form)
+        self.values = PageStore(formats.values.form)
+        self.sinks: tuple[Tensor, Tensor] | None = None
+        self.tail: tuple[Tensor, Tensor] | None = None
+
+    # What is where
+
+    @property
+    def value_dim(self) -> int:
+        """Coordinates of a value."""
+        return self.formats.values.head_dim
+
+    @property
+    def folded_stop(self) -> int:
+        """Position after the last folded token."""
+        pages_stop = self.window.sinks + self.keys.count * self.page_size
+        return min(self.length, pages_stop) if self.formats.folds_by_token else pages_stop
+
+    def folded_until(self, t: Tensor, at_least: int) -> Tensor:
+        """For queries at positions `t`: the position after the last token that they read folded.
+
+        `at_least` is where pages ended before the queries' own tokens came: what lies before is held
+        folded only.
+        """
+        if self.formats.folds_by_token:
+            return torch.full_like(t, self.length)
+        first, p = self.window.sinks, self.page_size
+        ripe = first + (t + 1 - self.window.recent - first).div(p, rounding_mode="floor") * p
+        return ripe.clamp_min(max(at_least, first))
+
+    def sink_span(self) -> DenseSpan | None:
+        """The sinks held so far."""
+        if self.sinks is None:
+            return None
+        held = min(self.length, self.window.sinks)
+        key, value = self.sinks
+        return DenseSpan(key[:, :, :held], value[:, :, :held], start=0)
+
+    def tail_span(self) -> DenseSpan | None:
+        """The dense tokens after the last folded page."""
+        if self.tail is None or self.length <= self.folded_stop:
+            return None
+        held = self.length - self.folded_stop
+        key, value = self.tail
+        return DenseSpan(key[:, :, :held], value[:, :, :held], start=self.folded_stop)
+
+    # Growing
+
+    def prepare(self, key: Tensor, value: Tensor) -> "Pending":
+        """Fold what new tokens make ripe, changing nothing yet.
+
+        Parameters
+        ----------
+        key, value
+            (batch, kv_heads, n, dim), finite, n ≥ 1.
+
+        Raises
+        ------
+        ValueError
+            If a scale leaves float16's range.
+        """
+        into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
+        new = DenseSpan(key[:, :, into_sinks:], value[:, :, into_sinks:], self.length + into_sinks)
+        n = new.key.shape[2]
+        if self.formats.folds_by_token:
+            pages = None
+            if n:
+                slot = new.start - self.window.sinks
+                pages = (
+                    self._fold_tokens(self.formats.keys, new.key, slot),
+                    self._fold_tokens(self.formats.values, new.value, slot),
+                )
+            return Pending(key, value, into_sinks, n, pages, ripe=0, dense=None)
+
+        tail = self.tail_span()
+        dense = new
+        if tail is not None:
+            dense = DenseSpan(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
+        ripe = max(dense.key.shape[2] - self.window.recent, 0) // self.page_size
+        pages = None
+        if ripe:
+            pages = (
+                self._fold_pages(self.formats.keys, dense.key, ripe),
+                self._fold_pages(self.formats.values, dense.value, ripe),
+            )
+        return Pending(key, value, into_sinks, n, pages, ripe, dense)
+
+    def commit(self, pending: "Pending") -> DenseSpan | None:
+        """Store prepared tokens.
+
+        Returns
+        -------
+        DenseSpan or None
+            All tokens after the sinks that the new tokens' queries may read dense: the tail as it was
+            before anything folded, and the new tokens. None if the formats fold by token.
+        """
+        self._keep_sinks(pending.key, pending.value, pending.into_sinks)
+        if pending.dense is not None:
+            if pending.pages is not None:
+                self.keys.append(pending.pages[0])
+                self.values.append(pending.pages[1])
+            self._keep_tail(pending.dense, pending.ripe * self.page_size, pending.after_sinks)
+        elif pending.pages is not None:
+            page = max(self.length - self.window.sinks, 0) // self.page_size
+            self.keys.merge(pending.pages[0], page)
+            self.values.merge(pending.pages[1], page)
+        self.length += pending.key.shape[2]
+        return pending.dense
+
+    def _fold_pages(self, fmt: Format, x: Tensor, pages: int) -> Pages:
+        """The first `pages` pages of `x`."""
+        whole = x[:, :, : pages * self.page_size].float().unflatten(2, (pages, self.page_size))
+        folded = fmt.form.pack(fmt.encode(whole))
+        require_finite(folded)
+        return folded
+
+    def _fold_tokens(self, fmt: Format, x: Tensor, slot: int) -> Pages:
+        """Pages that hold `x` from slot `slot` of the stream on, and nothing elsewhere."""
+        before = slot % self.page_size
+        after = -(before + x.shape[2]) % self.page_size
+        folded = fmt.form.pack(pad_tokens(fmt.encode(x.float()), before, after).paged(self.page_size))
+        require_finite(folded)
+        return folded
+
+    def _keep_sinks(self, key: Tensor, value: Tensor, n: int) -> None:
+        if not n:
+            return
+        if self.sinks is None:
+            self.sinks = (_room(key, self.window.sinks), _room(value, self.window.sinks))
+        for kept, new in zip(self.sinks, (key, value), strict=True):
+            kept[:, :, self.length : self.length + n] = new[:, :, :n]
+
+    def _keep_tail(self, dense: DenseSpan, folded: int, new: int) -> None:
+        """Keep dense[folded:] as the tail; only its last `new` tokens are not there already."""
+        held = dense.key.shape[2] - folded
+        if not held:
+            return
+        if self.tail is None:
+            capacity = self.page_size + self.window.recent
+            self.tail = (_room(dense.key, capacity), _room(dense.value, capacity))
+        first = 0 if folded else held - new
+        for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
+            kept[:, :, first:held] = source[:, :, folded + first :]
+
+    # Shrinking and rearranging
+
+    def crop(self, length: int) -> int:
+        """Forget all but the first `length` tokens.
+
+        Returns
+        -------
+        int
+            How many kept tokens had been folded and had to be unfolded into the tail, because the
+            cut went through their page; 0 if the crop is exact.
+        """
+        if length >= self.length:
+            return 0
+        unfolded = 0
+        if self.formats.folds_by_token:
+            self._crop_tokens(max(length - self.window.sinks, 0))
+        elif length < self.folded_stop:
+            whole = max(length - self.window.sinks, 0) // self.page_size
+            unfolded = max(length - self.window.sinks, 0) - whole * self.page_size
+            if unfolded:
+                self._reopen(whole, unfolded)
+            self.keys.truncate(whole)
+            self.values.truncate(whole)
+        self.length = length
+        return unfolded
+
+    def _crop_tokens(self, kept: int) -> None:
+        """Truncate pages to `kept` tokens, clearing the slots that become free."""
+        whole, part = divmod(kept, self.page_size)
+        for store in (self.keys, self.values):
+            store.truncate(-(-kept // self.page_size))
+            if part:
+                last = store.pages(whole, whole + 1)
+                form = store.form
+                code = ops.unpack(last.code, form.page_size, form.head_dim, list(form.bits), form.lanes)
+                code[..., part:, :] = 0
+                last.scale[..., part:, :] = 0
+                if last.offset is not None:
+                    last.offset[..., part:, :] = 0
+                last.code.copy_(ops.pack(code, list(form.bits), form.lanes))
+
+    def _reopen(self, page: int, tokens: int) -> None:
+        """Make the first `tokens` tokens of `page` the tail."""
+        key, value = (
+            store.form.unfold(store.pages(page, page + 1))[:, :, :tokens] for store in (self.keys, self.values)
+        )
+        assert self.tail is not None  # a folded page was dense before
+        for kept, source in zip(self.tail, (key, value), strict=True):
+            kept[:, :, :tokens] = source.to(kept.dtype)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows`, in that order, repeats allowed."""
+        self.keys.select(rows)
+        self.values.select(rows)
+        self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
+
+    def _map_dense(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if self.sinks is not None:
+            self.sinks = (fn(self.sinks[0]), fn(self.sinks[1]))
+        if self.tail is not None:
+            self.tail = (fn(self.tail[0]), fn(self.tail[1]))
+
+    # Reading everything
+
+    def pages(self) -> tuple[Pages | None, Pages | None]:
+        """Storage of key and value pages, unused capacity included."""
+        return self.keys.storage, self.values.storage
+
+    def unfold(self) -> tuple[Tensor, Tensor]:
+        """All keys and values as attention reads them: (batch, kv_heads, length, dim), float32."""
+        spans = [span for span in (self.sink_span(), self._folded_span(), self.tail_span()) if span is not None]
+        return (
+            torch.cat([span.key.float() for span in spans], 2),
+            torch.cat([span.value.float() for span in spans], 2),
+        )
+
+    def _folded_span(self) -> DenseSpan | None:
+        if not self.keys.count:
+            return None
+        held = self.folded_stop - self.window.sinks
+        key, value = (store.form.unfold(store.pages())[:, :, :held] for store in (self.keys, self.values))
+        return DenseSpan(key, value, self.window.sinks)
+
+
+def _room(like: Tensor, tokens: int) -> Tensor:
+    """Storage for `tokens` tokens shaped as `like`."""
+    batch, heads, _, dim = like.shape
+    return like.new_zeros(batch, heads, tokens, dim)

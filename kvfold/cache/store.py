@@ -1,0 +1,96 @@
+"""Growing storage for folded pages."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvfold.formats.page import PageForm, Pages
+
+PAGE_DIM = 2
+"""Pages of a cache have the shape (batch, kv_heads, N, …)."""
+
+
+class PageStore:
+    """Pages of one stream (the keys or the values of a layer) in storage that grows ahead of need.
+
+    Capacity grows by 1/32, so that what is reserved and unused stays below 3 % once a sequence is
+    long, while copying stays amortised.
+    """
+
+    GROWTH = 32
+
+    def __init__(self, form: PageForm) -> None:
+        self.form = form
+        self.count = 0
+        self.storage: Pages | None = None  # capacity included
+
+    def pages(self, start: int = 0, stop: int | None = None) -> Pages:
+        """A view of pages `start` to `stop`."""
+        stop = self.count if stop is None else min(stop, self.count)
+        assert self.storage is not None
+        view = self.storage.map(lambda t: t.narrow(PAGE_DIM, start, stop - start))
+        return replace(view, tokens=(stop - start) * self.form.page_size)
+
+    def append(self, pages: Pages) -> None:
+        """Add whole pages after the last."""
+        added = pages.code.shape[PAGE_DIM]
+        self._reserve(self.count + added, like=pages)
+        for target, source in self._paired(pages, self.count):
+            target.copy_(source)
+        self.count += added
+
+    def merge(self, pages: Pages, first: int) -> None:
+        """OR packed codes, and add scales, into pages from `first` on, adding pages at the end.
+
+        Slots that a page does not use are zero, so tokens can join a part-full page this way.
+        Only for formats that fold token by token: their pages have no metadata to combine.
+        """
+        added = first + pages.code.shape[PAGE_DIM] - self.count
+        if added > 0:
+            self.append(pages.map(lambda t: t.new_zeros(*t.shape[:PAGE_DIM], added, *t.shape[PAGE_DIM + 1 :])))
+        for target, source in self._paired(pages, first):
+            if target.is_floating_point():
+                target.add_(source)
+            else:
+                target.bitwise_or_(source)
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` pages; give the storage back once less than half of it is in use."""
+        self.count = count
+        if count == 0:
+            self.storage = None
+        elif self.storage is not None and 2 * count < self._capacity:
+            self.storage = self.storage.map(lambda t: t.narrow(PAGE_DIM, 0, count).clone())
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows`, in that order, repeats allowed."""
+        if self.storage is not None:
+            self.storage = self.storage.map(lambda t: t.index_select(0, rows.to(t.device)))
+
+    @property
+    def _capacity(self) -> int:
+        return 0 if self.storage is None else self.storage.code.shape[PAGE_DIM]
+
+    def _reserve(self, count: int, like: Pages) -> None:
+        if count <= self._capacity:
+            return
+        capacity = max(count, self._capacity + self._capacity // self.GROWTH)
+
+        def grown(name: str, template: Tensor) -> Tensor:
+            shape = list(template.shape)
+            shape[PAGE_DIM] = capacity
+            storage = template.new_empty(shape)
+            if self.storage is not None:
+                old = getattr(self.storage, name).narrow(PAGE_DIM, 0, self.count)
+                storage.narrow(PAGE_DIM, 0, self.count).copy_(old)
+            return storage
+
+        self.storage = Pages(**{name: grown(name, tensor) for name, tensor in like.tensors()})
+
+    def _paired(self, pages: Pages, first: int) -> list[tuple[Tensor, Tensor]]:
+        """Storage of pages from `first` on, beside the tensors to write there."""
+        assert self.storage is not None
+        stored = dict(self.storage.tensors())
+        n = pages.code.shape[PAGE_DIM]
+        return [(stored[name].narrow(PAGE_DIM, first, n), tensor) for name, tensor in pages.tensors()]

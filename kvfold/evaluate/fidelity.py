@@ -1,0 +1,117 @@
+"""Perplexity of a folded cache, and how far its predictions are from those of a dense one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import exp
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Teacher-forced figures of one cache.
+
+    Attributes
+    ----------
+    tokens
+        Predicted tokens.
+    ppl
+        exp of the mean negative log-likelihood.
+    kl_mean, kl_p99
+        Mean and 99th percentile over tokens of KL(dense ‖ folded), in nats.
+    top1
+        Share of tokens where both predict the same next token.
+    """
+
+    tokens: int
+    ppl: float
+    kl_mean: float
+    kl_p99: float
+    top1: float
+
+
+@dataclass
+class FidelityMeter:
+    """Collects `Fidelity` token by token."""
+
+    nll: list[Tensor] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    same: list[Tensor] = field(default_factory=list)
+
+    def add(self, logits: Tensor, dense_logits: Tensor, targets: Tensor) -> None:
+        """Count tokens.
+
+        Parameters
+        ----------
+        logits, dense_logits
+            (tokens, vocabulary), of the cache in question and of the dense one.
+        targets
+            The tokens that came, int64, (tokens,).
+        """
+        log_q, log_p = logits.float().log_softmax(-1), dense_logits.float().log_softmax(-1)
+        self.nll.append(cross_entropy(log_q, targets, reduction="none"))
+        self.kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        self.same.append(log_q.argmax(-1) == log_p.argmax(-1))
+
+    def result(self, kl_tokens: int | None = None) -> Fidelity:
+        """Figures over all tokens; KL and top-1 over the first `kl_tokens` if given."""
+        nll, kl, same = torch.cat(self.nll), torch.cat(self.kl)[:kl_tokens], torch.cat(self.same)[:kl_tokens]
+        return Fidelity(
+            tokens=len(nll),
+            ppl=exp(nll.double().mean().item()),
+            kl_mean=kl.double().mean().item(),
+            kl_p99=kl.double().quantile(0.99).item(),
+            top1=same.double().mean().item(),
+        )
+
+
+@torch.no_grad()
+def read_in_lockstep(
+    model: PreTrainedModel,
+    ids: Tensor,
+    dense: Cache,
+    folded: Mapping[str, Cache],
+    meters: Mapping[str, FidelityMeter],
+    *,
+    chunk: int = 256,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> None:
+    """Let the model read a text once with each cache, comparing the predictions as it goes.
+
+    A folded cache reads the same whatever the chunk, so this is what decoding token by token would
+    read. Nothing of one chunk's logits is kept.
+
+    Parameters
+    ----------
+    model
+        An attached model.
+    ids
+        Tokens, (1, T).
+    dense
+        The cache to compare with.
+    folded
+        Caches by name.
+    meters
+        Where to count, by the same names, and "dense".
+    chunk
+        Tokens of one forward pass.
+    progress
+        Called with the number of tokens read after each forward pass; they add up to
+        T·(1 + number of folded caches).
+    """
+    for start in range(0, ids.shape[1], chunk):
+        part = ids[:, start : start + chunk]
+        targets = ids[0, start + 1 : start + chunk + 1]
+        reference = model(part, past_key_values=dense, use_cache=True).logits[0, : len(targets)]
+        if len(targets):
+            meters["dense"].add(reference, reference, targets)
+        progress(part.shape[1])
+        for name, cache in folded.items():
+            logits = model(part, past_key_values=cache, use_cache=True).logits[0, : len(targets)]
+            if len(targets):
+                meters[name].add(logits, reference, targets)
+            progress(part.shape[1])

@@ -1,0 +1,176 @@
+"""What every format has in common: fold tokens into the page form, and unfold them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvfold.formats.page import PageForm, Pages, TokenCodes
+from kvfold.quant.packing import TILE, Lanes
+
+MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which tokens stay dense around the folded pages.
+
+    Attributes
+    ----------
+    sinks
+        The first tokens; attention leans on them out of proportion, and they are outliers.
+    recent
+        At least this many of the newest tokens. A page folds once the tokens after it are this
+        many, so the cache can be cropped by as many tokens with nothing lost.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A named way to choose R, z, S, s, a, lut and bits of the page form.
+
+    Subclasses say how a page's tokens become codes (`encode`); the rest is here.
+
+    Attributes
+    ----------
+    head_dim
+        D, a multiple of 8 from 8 to 1,024.
+    bits
+        Bits of a code.
+    page_size
+        P, tokens a page, a multiple of 16.
+    seed
+        Seed of the rotation.
+    lanes
+        "tokens" to fold keys, "channels" to fold values (`kvfold.quant.packing`).
+    """
+
+    head_dim: int
+    bits: int
+    page_size: int = 64
+    seed: int = 0
+    lanes: Lanes = "tokens"
+
+    summary: ClassVar[str]
+    """One line: what it is."""
+    source: ClassVar[str]
+    """Where it comes from."""
+    window: ClassVar[Window] = Window()
+    """What stays dense."""
+    folds_by_token: ClassVar[bool] = True
+    """Whether a token folds by itself, on arrival; otherwise a page folds when it is full."""
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 8 or not 8 <= self.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"head_dim = {self.head_dim}: {type(self).__name__} folds head dimensions "
+                f"that are multiples of 8 from 8 to {MAX_HEAD_DIM}"
+            )
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"bits = {self.bits}: a code has 1 to 8 bits")
+        if self.page_size < TILE or self.page_size % TILE:
+            raise ValueError(f"page_size = {self.page_size}: a page is a multiple of {TILE} tokens")
+
+    @cached_property
+    @abstractmethod
+    def form(self) -> PageForm:
+        """The tables and shapes that all pages of this format share."""
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> TokenCodes:
+        """Codes, scales and page metadata of one page's tokens each, `x` float32 of (…, T, D)."""
+
+    def fold(self, x: Tensor) -> Pages:
+        """Fold vectors into pages.
+
+        Parameters
+        ----------
+        x
+            Floating point, finite, shape (…, tokens, head_dim), at least one token. Pages take
+            `page_size` tokens each; what is left over makes a part-full last page, which still
+            occupies a whole one.
+
+        Returns
+        -------
+        Pages
+
+        Raises
+        ------
+        ValueError
+            On a wrong shape, or a NaN, an infinity, or a value beyond what float16 scales hold.
+        TypeError
+            If `x` is not floating point.
+        """
+        if not x.is_floating_point():
+            raise TypeError(f"x has dtype {x.dtype}: fold takes floating-point vectors")
+        if x.ndim < 2 or x.shape[-1] != self.head_dim or x.shape[-2] == 0:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}: fold takes (…, tokens, {self.head_dim}) with at least one token"
+            )
+        if not x.isfinite().all():
+            raise ValueError("x holds a NaN or an infinity: fold takes finite vectors")
+        tokens = x.shape[-2]
+        whole = tokens // self.page_size * self.page_size
+        parts = []
+        if whole:
+            parts.append(self.encode(x[..., :whole, :].float().unflatten(-2, (-1, self.page_size))))
+        if whole < tokens:
+            last = self.encode(x[..., whole:, :].float().unsqueeze(-3))
+            parts.append(pad_tokens(last, 0, self.page_size - (tokens - whole)))
+        pages = self.form.pack(_concatenated(parts))
+        require_finite(pages)
+        pages.tokens = tokens
+        return pages
+
+    def unfold(self, pages: Pages) -> Tensor:
+        """x̂ of folded vectors: float32, shape (…, tokens, head_dim)."""
+        return self.form.unfold(pages)
+
+    @property
+    def bytes_per_vector(self) -> float:
+        """Bytes of a vector in a full page: its codes and scales, and its share of the page's metadata."""
+        page = self.fold(torch.zeros(self.page_size, self.head_dim))
+        return page.nbytes / self.page_size
+
+    @property
+    def metadata_bytes_per_page(self) -> int:
+        """Bytes of a page that do not belong to a token: its centre and channel scale."""
+        page = self.fold(torch.zeros(self.page_size, self.head_dim))
+        return sum(t.nbytes for name, t in page.tensors() if name in ("centre", "channel_scale"))
+
+
+def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
+    """Add tokens that read as nothing (code 0, scale 0) before and after."""
+    return TokenCodes(
+        code=pad(tokens.code, (0, 0, before, after)),
+        scale=pad(tokens.scale, (0, 0, before, after)),
+        offset=None if tokens.offset is None else pad(tokens.offset, (0, 0, before, after)),
+        centre=tokens.centre,
+        channel_scale=tokens.channel_scale,
+    )
+
+
+def require_finite(pages: Pages) -> None:
+    """Raise if a scale or centre left float16's range."""
+    for name, tensor in pages.tensors():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"the {name} of a page is beyond float16's 65,504: scale the vectors down before folding")
+
+
+def _concatenated(parts: list[TokenCodes]) -> TokenCodes:
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(name: str, dim: int) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors, dim)
+
+    named = {f.name: join(f.name, -2 if f.name in ("centre", "channel_scale") else -3) for f in fields(TokenCodes)}
+    return TokenCodes(**named)  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""The page form: the one in-memory shape that every format folds into.
+
+For one head, a page of P tokens stands for
+
+    x̂[t] = R⁻¹ · ( z  +  a[t,g]  +  s[t,g] · S ⊙ lut[ code[t] ] )
+
+`Pages` holds what differs from page to page; R and lut belong to the format (`PageForm`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels import ops
+from kvfold.quant.packing import TILE, Lanes, code_bytes, padded
+from kvfold.quant.transforms import Transform
+
+
+@dataclass(eq=False)
+class TokenCodes:
+    """Folded tokens that are not packed into pages yet.
+
+    Attributes
+    ----------
+    code
+        uint8, (…, T, D).
+    scale, offset
+        s and a: float16, (…, T, G); `offset` may be absent.
+    centre, channel_scale
+        z and S of the page that these tokens are: float16, (…, D); absent where a format has none.
+    """
+
+    code: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+    centre: Tensor | None = None
+    channel_scale: Tensor | None = None
+
+    def paged(self, page_size: int) -> "TokenCodes":
+        """Tokens (…, N·P, ·) of a format without page metadata as pages (…, N, P, ·)."""
+
+        def split(t: Tensor) -> Tensor:
+            return t.unflatten(-2, (-1, page_size))
+
+        return TokenCodes(split(self.code), split(self.scale), None if self.offset is None else split(self.offset))
+
+
+@dataclass(eq=False)
+class Pages:
+    """Folded pages, all on one device.
+
+    Attributes
+    ----------
+    code
+        Packed codes: uint8, (…, N, bytes), laid out by `kvfold.quant.packing`.
+    scale, offset
+        s and a: float16, (…, N, P, G); `offset` may be absent (a = 0).
+    centre, channel_scale
+        z and S: float16, (…, N, D); absent for z = 0 and S = 1.
+    tokens
+        How many tokens the N pages stand for; the last page may be part full.
+    """
+
+    code: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+    centre: Tensor | None = None
+    channel_scale: Tensor | None = None
+    tokens: int = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is present, by name."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Pages":
+        """The same pages with `fn` applied to each tensor."""
+        return Pages(**{name: fn(tensor) for name, tensor in self.tensors()}, tokens=self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pages take: codes, scales and page metadata."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+
+@dataclass(frozen=True, eq=False)
+class PageForm:
+    """What all pages of one format share, and how to read them.
+
+    Attributes
+    ----------
+    head_dim, page_size
+        D and P.
+    bits
+        Bits of each group of 16 channels, ⌈D/16⌉ entries.
+    lut
+        Levels of each channel group: float32, (⌈D/16⌉, levels).
+    transform
+        R.
+    lanes
+        "tokens" for keys, "channels" for values: see `kvfold.quant.packing`.
+    """
+
+    head_dim: int
+    page_size: int
+    bits: tuple[int, ...]
+    lut: Tensor
+    transform: Transform
+    lanes: Lanes = "tokens"
+
+    def pack(self, tokens: TokenCodes) -> Pages:
+        """Pack tokens (…, N, P, D), whole pages, with page metadata (…, N, D)."""
+        return Pages(
+            code=ops.pack(tokens.code, list(self.bits), self.lanes),
+            scale=tokens.scale,
+            offset=tokens.offset,
+            centre=tokens.centre,
+            channel_scale=tokens.channel_scale,
+            tokens=tokens.code.shape[-3] * self.page_size,
+        )
+
+    def levels(self, pages: Pages) -> Tensor:
+        """S ⊙ lut[code]: float32, (…, N, P, D). The only place where codes are looked up."""
+        lut = self.lut.to(pages.code.device)
+        levels = ops.unpack_levels(
+            pages.code, lut, self.page_size, self.head_dim, list(self.bits), self.lanes
+        )
+        if pages.channel_scale is not None:
+            levels = levels * pages.channel_scale.float().unsqueeze(-2)
+        return levels
+
+    def unfold(self, pages: Pages) -> Tensor:
+        """x̂ of every token: float32, (…, tokens, D)."""
+        y = self.levels(pages).unflatten(-1, (pages.scale.shape[-1], -1))
+        y = y * pages.scale.float().unsqueeze(-1)
+        if pages.offset is not None:
+            y = y + pages.offset.float().unsqueeze(-1)
+        y = y.flatten(-2)
+        if pages.centre is not None:
+            y = y + pages.centre.float().unsqueeze(-2)
+        return self.transform.invert(y).flatten(-3, -2)[..., : pages.tokens, :]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of one page's codes."""
+        return code_bytes(self.page_size, self.bits)
+
+
+def level_table(levels: dict[int, tuple[float, ...]], bits: tuple[int, ...]) -> Tensor:
+    """One row of levels for each channel group, padded with zeros to the longest."""
+    table = torch.zeros(len(bits), 2 ** max(bits))
+    for row, b in zip(table, bits, strict=True):
+        row[: 2**b] = torch.tensor(levels[b])
+    return table
+
+
+def uniform_bits(head_dim: int, bits: int) -> tuple[int, ...]:
+    """`bits` for every channel group."""
+    return (bits,) * (padded(head_dim) // TILE)

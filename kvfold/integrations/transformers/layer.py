@@ -1,0 +1,131 @@
+"""One folded layer as transformers sees it."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvfold.cache.layer import LayerCache
+from kvfold.integrations.transformers.handle import FoldedHandle
+
+logger = logging.getLogger("kvfold")
+
+
+@dataclass
+class ForwardPass:
+    """What the layers of a cache must know of the forward pass under way.
+
+    Attributes
+    ----------
+    reads_folded
+        Whether the model's attention takes handles.
+    padding
+        Padding columns at the left of each row; None if there are none or nobody said.
+    warned
+        What has been logged, so that it is logged once.
+    """
+
+    reads_folded: bool = False
+    padding: Sequence[int] | None = None
+    warned: set[str] | None = None
+
+    def warn_once(self, message: str) -> None:
+        """Log `message` unless this cache already has."""
+        self.warned = self.warned or set()
+        if message not in self.warned:
+            self.warned.add(message)
+            logger.warning(message)
+
+
+class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A `LayerCache` behind transformers' layer interface."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, folded: LayerCache, forward_pass: ForwardPass) -> None:
+        super().__init__()
+        self.folded = folded
+        self.forward_pass = forward_pass
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: storage is made when tokens come."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append tokens; return handles for folded attention, or else dense keys and values.
+
+        Dense ones are made of the unfolded past and this call's own tokens as they are.
+        """
+        self.lazy_initialization(key_states, value_states)
+        if self.forward_pass.reads_folded:
+            appended = self.folded.append(key_states, value_states, self.forward_pass.padding)
+            return FoldedHandle(appended, key_states), FoldedHandle(appended, value_states)
+        self.forward_pass.warn_once(
+            "this model does not read the folded cache, so every step unfolds it into dense keys and values: "
+            "answers are right, but it takes time and a dense copy of one layer. kvfold.attach(model) avoids it "
+            "where the model's attention can be replaced."
+        )
+        past = self.folded.unfold(key_states.dtype) if self.folded.columns else None
+        self.folded.append(key_states, value_states, self.forward_pass.padding)
+        if past is None:
+            return key_states, value_states
+        return torch.cat((past[0], key_states), dim=2), torch.cat((past[1], value_states), dim=2)
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self.folded.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the columns that a mask must cover."""
+        return self.folded.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.folded.clear()
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep."""
+        if tokens_to_remove == 0:
+            return
+        keep = tokens_to_remove if tokens_to_remove > 0 else max(self.folded.columns + tokens_to_remove, 0)
+        if self.folded.crop(keep):
+            self.forward_pass.warn_once(
+                f"crop to {keep} tokens cut through a folded page: the tokens of it that stay go on from their "
+                "folded values, and fold again with their page. Formats that fold token by token crop exactly, and "
+                f"others do for up to {self.folded.exact_crop} tokens."
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i be what row `beam_idx[i]` was."""
+        self.folded.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self.folded.select(torch.arange(self.folded.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (or those where a bool mask is True)."""
+        indices = torch.as_tensor(indices)
+        self.folded.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        """Not supported."""
+        raise NotImplementedError("a folded cache is not offloaded: it is a quarter of the size already")
+
+    def prefetch(self) -> None:
+        """Not supported."""
+        self.offload()

@@ -1,0 +1,1 @@
+"""The mathematics of folding, on plain tensors: no caches, no models, no formats."""

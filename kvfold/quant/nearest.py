@@ -1,0 +1,26 @@
+"""Scalar quantisation: the index of the nearest level."""
+
+import torch
+from torch import Tensor
+
+
+def nearest_level(y: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the level nearest to each element, and that level.
+
+    Parameters
+    ----------
+    y
+        Floating point, any shape.
+    levels
+        float32, (L,), ascending, L ≤ 256.
+
+    Returns
+    -------
+    code
+        uint8, the shape of `y`; a tie goes to the lower level.
+    value
+        `levels[code]`.
+    """
+    levels = levels.to(y.device)
+    code = torch.bucketize(y, 0.5 * (levels[1:] + levels[:-1]), out_int32=True)
+    return code.to(torch.uint8), levels[code]

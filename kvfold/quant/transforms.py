@@ -1,0 +1,101 @@
+"""Invertible transforms R of a head's coordinates.
+
+A rotation spreads a vector's energy evenly over its coordinates, which then all follow one known
+density, so that one codebook fits every head of every model (TurboQuant, arXiv 2504.19874, §3).
+Random numbers come from NumPy's frozen MT19937 stream: the same seed gives the same matrix on every
+machine and in every release.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """x ↦ R·x for row vectors, its inverse, and what it does to queries.
+
+    Attributes
+    ----------
+    matrix
+        R, shape (D, D), float32.
+    inverse
+        R⁻¹, shape (D, D), float32; a view of `matrix` when R is orthogonal.
+    """
+
+    matrix: Tensor
+    inverse: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """R·x for every row of `x` (…, D)."""
+        return x @ self.matrix.to(x.device, x.dtype).mT
+
+    def invert(self, y: Tensor) -> Tensor:
+        """R⁻¹·y for every row of `y` (…, D)."""
+        return y @ self.inverse.to(y.device, y.dtype).mT
+
+    def apply_to_query(self, q: Tensor) -> Tensor:
+        """q̃ = R⁻ᵀ·q, so that q̃·(R·x) = q·x, for every row of `q` (…, D)."""
+        return q @ self.inverse.to(q.device, q.dtype)
+
+
+def haar(d: int, seed: int) -> NDArray[np.float64]:
+    """A rotation drawn uniformly: the Q of a Gaussian matrix, its columns signed by diag(R).
+
+    Without the signs, QR's own convention would bias the draw (Mezzadri, math-ph/0609050).
+    """
+    gaussian = np.random.RandomState(seed).standard_normal((d, d))  # noqa: NPY002 - frozen stream
+    q, r = np.linalg.qr(gaussian)
+    return np.asarray(q * np.sign(np.diag(r)))
+
+
+def walsh_hadamard(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Unnormalised Walsh–Hadamard transform of the rows of `x` (…, 2^k), by butterflies."""
+    n = x.shape[-1]
+    if n & (n - 1):
+        raise ValueError(f"x has {n} columns: the butterfly needs a power of two")
+    half = 1
+    while half < n:
+        pairs = x.reshape(*x.shape[:-1], n // (2 * half), 2, half)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack((a + b, a - b), axis=-2).reshape(x.shape)
+        half *= 2
+    return x
+
+
+def randomised_hadamard(d: int, seed: int) -> NDArray[np.float64]:
+    """H·diag(±1)/√d; for d = m·2^k with odd m > 1, (Q_m ⊗ H_{2^k})·diag(±1) with Haar Q_m.
+
+    The Kronecker factor mixes the m blocks, so every output coordinate sees every input coordinate
+    for head dimensions such as 80, 96 or 192 too.
+    """
+    power = d & -d
+    odd = d // power
+    matrix = walsh_hadamard(np.eye(power)) / np.sqrt(power)
+    if odd > 1:
+        matrix = np.kron(haar(odd, seed), matrix)
+    signs = np.random.RandomState(seed).randint(0, 2, d) * 2.0 - 1.0  # noqa: NPY002 - frozen stream
+    return matrix * signs
+
+
+_BUILDERS = {
+    "identity": lambda d, seed: np.eye(d),
+    "haar": haar,
+    "hadamard": randomised_hadamard,
+}
+
+
+@lru_cache(maxsize=256)
+def orthogonal(kind: str, d: int, seed: int = 0, device: str = "cpu") -> Transform:
+    """The orthogonal transform `kind` ("identity", "haar", "hadamard") of `d` coordinates.
+
+    One object a (kind, d, seed, device), shared by every layer that asks for it.
+    """
+    if kind not in _BUILDERS:
+        raise ValueError(f"transform = {kind!r}: choose one of {', '.join(sorted(_BUILDERS))}")
+    matrix = torch.from_numpy(_BUILDERS[kind](d, seed)).to(torch.float32).to(device)
+    return Transform(matrix=matrix, inverse=matrix.mT)
