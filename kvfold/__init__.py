@@ -5,5 +5,15 @@ from kvfold.formats import FORMATS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
 from kvfold.integrations.transformers import FoldedCache, attach, detach
 
-__all__ = ["FORMATS", "FoldedCache", "Policy", "attach", "demo_model", "detach", "get_format", "get_formats", "load_model"]
+__all__ = [
+    "FORMATS",
+    "FoldedCache",
+    "Policy",
+    "attach",
+    "demo_model",
+    "detach",
+    "get_format",
+    "get_formats",
+    "load_model",
+]
 __version__ = "0.1.0"

@@ -116,9 +116,7 @@ class LayerCache:
             self._formats = get_formats(self.format, key.shape[-1], value.shape[-1])
         groups = self.groups + self._starting(padding, n, key)
 
-        pending = [
-            group.rows.prepare(group.own(key, self.columns), group.own(value, self.columns)) for group in groups
-        ]
+        pending = [group.rows.prepare(group.own(key, self.columns), group.own(value, self.columns)) for group in groups]
         # Nothing below fails.
         dense = [group.rows.commit(tokens) for group, tokens in zip(groups, pending, strict=True)]
         first_column = self.columns
@@ -139,7 +137,9 @@ class LayerCache:
         for row in range(batch):
             if row not in started and padding[row] < self.columns + n:
                 if padding[row] < self.columns:
-                    raise ValueError(f"padding[{row}] = {padding[row]}, but {self.columns} columns of row {row} were padding")
+                    raise ValueError(
+                        f"padding[{row}] = {padding[row]}, but {self.columns} columns of row {row} were padding"
+                    )
                 members.setdefault(padding[row], []).append(row)
         return [
             RowGroup(torch.tensor(rows, device=key.device), columns, FoldedRows(self._formats, kv_heads))
@@ -195,13 +195,13 @@ class LayerCache:
     # Shrinking and rearranging
 
     def crop(self, columns: int) -> int:
-        """Keep the first `columns` columns; the number of tokens a row that had to be unfolded."""
-        unfolded = 0
+        """Keep the first `columns` columns; return `FoldedRows.crop`'s count for the row that lost most."""
+        lost = 0
         for group in self.groups:
-            unfolded = max(unfolded, group.rows.crop(max(columns - group.padding, 0)))
+            lost = max(lost, group.rows.crop(max(columns - group.padding, 0)))
         self.groups = [group for group in self.groups if group.rows.length]
         self.columns = min(self.columns, columns)
-        return unfolded
+        return lost
 
     def select(self, rows: Tensor) -> None:
         """Let new row i be what row `rows[i]` was; repeats and omissions allowed."""
@@ -227,9 +227,9 @@ class LayerCache:
         return 0 if self._like is None else self._like[0].shape[0]
 
     @property
-    def exact_crop(self) -> int:
-        """How many of the newest columns can always be cropped without unfolding a page."""
-        return 0 if self._formats is None else self._formats.window.recent
+    def undo(self) -> int:
+        """How many of the newest columns can always be cropped without a trace."""
+        return 0 if self._formats is None else self._formats.window.undo
 
     @property
     def value_dim(self) -> int:
@@ -247,9 +247,7 @@ class LayerCache:
     def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
         assert self._like is not None
-        out = [
-            like.new_zeros(*like.shape[:2], self.columns, like.shape[3], dtype=dtype) for like in self._like
-        ]
+        out = [like.new_zeros(*like.shape[:2], self.columns, like.shape[3], dtype=dtype) for like in self._like]
         for group in self.groups:
             for target, source in zip(out, group.rows.unfold(), strict=True):
                 target[group.batch_rows, :, group.padding :] = source.to(dtype)

@@ -51,8 +51,6 @@ class Pending:
         How many of them are sinks, and how many come after.
     pages
         Folded pages of keys and values, if there are any.
-    ripe
-        How many pages of `dense` these are.
     dense
         The tail and the new tokens after the sinks.
     """
@@ -62,7 +60,6 @@ class Pending:
     into_sinks: int
     after_sinks: int
     pages: tuple[Pages, Pages] | None
-    ripe: int
     dense: DenseSpan | None
 
 
@@ -80,7 +77,8 @@ class FoldedRows:
     sinks
         The first tokens, dense.
     tail
-        The newest tokens, dense, in storage of fixed size; absent if the formats fold by token.
+        The newest tokens, dense, from position `tail_start` on, in storage of fixed size. It overlaps
+        the pages that folded last, so that they can be undone. Absent if the formats fold by token.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int) -> None:
@@ -98,6 +96,7 @@ class FoldedRows:
         self.values = PageStore(formats.values.form)
         self.sinks: tuple[Tensor, Tensor] | None = None
         self.tail: tuple[Tensor, Tensor] | None = None
+        self.tail_start = self.window.sinks
 
     # What is where
 
@@ -120,9 +119,13 @@ class FoldedRows:
         """
         if self.formats.folds_by_token:
             return torch.full_like(t, self.length)
-        first, p = self.window.sinks, self.page_size
-        ripe = first + (t + 1 - self.window.recent - first).div(p, rounding_mode="floor") * p
-        return ripe.clamp_min(max(at_least, first))
+        first = self.window.sinks
+        ripe = (t + 1 - self.window.recent - first).div(self.page_size, rounding_mode="floor")
+        return (first + ripe * self.page_size).clamp_min(at_least)
+
+    def _full_pages(self, length: int, followed_by: int) -> int:
+        """Pages of a row of `length` tokens that at least `followed_by` tokens follow."""
+        return max(length - self.window.sinks - followed_by, 0) // self.page_size
 
     def sink_span(self) -> DenseSpan | None:
         """The sinks held so far."""
@@ -133,12 +136,12 @@ class FoldedRows:
         return DenseSpan(key[:, :, :held], value[:, :, :held], start=0)
 
     def tail_span(self) -> DenseSpan | None:
-        """The dense tokens after the last folded page."""
-        if self.tail is None or self.length <= self.folded_stop:
+        """The tail, with the tokens of it that are folded too."""
+        if self.tail is None or self.length <= self.tail_start:
             return None
-        held = self.length - self.folded_stop
+        held = self.length - self.tail_start
         key, value = self.tail
-        return DenseSpan(key[:, :, :held], value[:, :, :held], start=self.folded_stop)
+        return DenseSpan(key[:, :, :held], value[:, :, :held], start=self.tail_start)
 
     # Growing
 
@@ -166,20 +169,21 @@ class FoldedRows:
                     self._fold_tokens(self.formats.keys, new.key, slot),
                     self._fold_tokens(self.formats.values, new.value, slot),
                 )
-            return Pending(key, value, into_sinks, n, pages, ripe=0, dense=None)
+            return Pending(key, value, into_sinks, n, pages, dense=None)
 
         tail = self.tail_span()
         dense = new
         if tail is not None:
             dense = DenseSpan(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
-        ripe = max(dense.key.shape[2] - self.window.recent, 0) // self.page_size
         pages = None
-        if ripe:
+        ripe = self._full_pages(dense.stop, self.window.recent) - self.keys.count
+        if ripe > 0:
+            own = slice(self.folded_stop - dense.start, self.folded_stop - dense.start + ripe * self.page_size)
             pages = (
-                self._fold_pages(self.formats.keys, dense.key, ripe),
-                self._fold_pages(self.formats.values, dense.value, ripe),
+                self._fold_pages(self.formats.keys, dense.key[:, :, own]),
+                self._fold_pages(self.formats.values, dense.value[:, :, own]),
             )
-        return Pending(key, value, into_sinks, n, pages, ripe, dense)
+        return Pending(key, value, into_sinks, n, pages, dense)
 
     def commit(self, pending: "Pending") -> DenseSpan | None:
         """Store prepared tokens.
@@ -187,26 +191,29 @@ class FoldedRows:
         Returns
         -------
         DenseSpan or None
-            All tokens after the sinks that the new tokens' queries may read dense: the tail as it was
-            before anything folded, and the new tokens. None if the formats fold by token.
+            All tokens after the sinks that the new tokens' queries may read dense: those that were not
+            folded yet, and the new ones. None if the formats fold by token.
         """
         self._keep_sinks(pending.key, pending.value, pending.into_sinks)
-        if pending.dense is not None:
+        folded_stop, dense = self.folded_stop, pending.dense
+        if dense is None:
+            if pending.pages is not None:
+                page = max(self.length - self.window.sinks, 0) // self.page_size
+                self.keys.merge(pending.pages[0], page)
+                self.values.merge(pending.pages[1], page)
+        else:
             if pending.pages is not None:
                 self.keys.append(pending.pages[0])
                 self.values.append(pending.pages[1])
-            self._keep_tail(pending.dense, pending.ripe * self.page_size, pending.after_sinks)
-        elif pending.pages is not None:
-            page = max(self.length - self.window.sinks, 0) // self.page_size
-            self.keys.merge(pending.pages[0], page)
-            self.values.merge(pending.pages[1], page)
+            self._keep_tail(dense, pending.after_sinks)
+            unread = folded_stop - dense.start
+            dense = DenseSpan(dense.key[:, :, unread:], dense.value[:, :, unread:], folded_stop)
         self.length += pending.key.shape[2]
-        return pending.dense
+        return dense
 
-    def _fold_pages(self, fmt: Format, x: Tensor, pages: int) -> Pages:
-        """The first `pages` pages of `x`."""
-        whole = x[:, :, : pages * self.page_size].float().unflatten(2, (pages, self.page_size))
-        folded = fmt.form.pack(fmt.encode(whole))
+    def _fold_pages(self, fmt: Format, x: Tensor) -> Pages:
+        """Whole pages of tokens."""
+        folded = fmt.form.pack(fmt.encode(x.float().unflatten(2, (-1, self.page_size))))
         require_finite(folded)
         return folded
 
@@ -226,17 +233,20 @@ class FoldedRows:
         for kept, new in zip(self.sinks, (key, value), strict=True):
             kept[:, :, self.length : self.length + n] = new[:, :, :n]
 
-    def _keep_tail(self, dense: DenseSpan, folded: int, new: int) -> None:
-        """Keep dense[folded:] as the tail; only its last `new` tokens are not there already."""
-        held = dense.key.shape[2] - folded
-        if not held:
+    def _keep_tail(self, dense: DenseSpan, new: int) -> None:
+        """Keep what is young enough of `dense`, whose last `new` tokens are not in the tail yet."""
+        dropped = self._full_pages(dense.stop, self.window.recent + self.window.undo)
+        start = max(self.window.sinks + dropped * self.page_size, self.tail_start)
+        held = dense.stop - start
+        if not new:
             return
         if self.tail is None:
-            capacity = self.page_size + self.window.recent
+            capacity = self.page_size + self.window.recent + self.window.undo
             self.tail = (_room(dense.key, capacity), _room(dense.value, capacity))
-        first = 0 if folded else held - new
+        first = held - new if start == self.tail_start else 0
         for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
-            kept[:, :, first:held] = source[:, :, folded + first :]
+            kept[:, :, first:held] = source[:, :, start + first - dense.start :]
+        self.tail_start = start
 
     # Shrinking and rearranging
 
@@ -246,23 +256,30 @@ class FoldedRows:
         Returns
         -------
         int
-            How many kept tokens had been folded and had to be unfolded into the tail, because the
-            cut went through their page; 0 if the crop is exact.
+            How many kept tokens go on from folded values although a cache that never held more than
+            `length` tokens would hold them dense; 0 if the crop leaves no trace.
         """
         if length >= self.length:
             return 0
-        unfolded = 0
         if self.formats.folds_by_token:
             self._crop_tokens(max(length - self.window.sinks, 0))
-        elif length < self.folded_stop:
-            whole = max(length - self.window.sinks, 0) // self.page_size
-            unfolded = max(length - self.window.sinks, 0) - whole * self.page_size
-            if unfolded:
-                self._reopen(whole, unfolded)
-            self.keys.truncate(whole)
-            self.values.truncate(whole)
+            self.length = length
+            return 0
+        sinks, size = self.window.sinks, self.page_size
+        ripe = self._full_pages(length, self.window.recent)
+        if length < self.tail_start:
+            whole = self._full_pages(length, followed_by=0)
+            if length > sinks + whole * size:
+                self._reopen(whole, length - sinks - whole * size)
+            self.tail_start = sinks + whole * size
+            lost = max(length - sinks, 0) - ripe * size
+        else:
+            whole = max(ripe, (self.tail_start - sinks) // size)
+            lost = (whole - ripe) * size
+        self.keys.truncate(min(whole, self.keys.count))
+        self.values.truncate(min(whole, self.values.count))
         self.length = length
-        return unfolded
+        return max(lost, 0)
 
     def _crop_tokens(self, kept: int) -> None:
         """Truncate pages to `kept` tokens, clearing the slots that become free."""
@@ -308,7 +325,11 @@ class FoldedRows:
 
     def unfold(self) -> tuple[Tensor, Tensor]:
         """All keys and values as attention reads them: (batch, kv_heads, length, dim), float32."""
-        spans = [span for span in (self.sink_span(), self._folded_span(), self.tail_span()) if span is not None]
+        tail = self.tail_span()
+        if tail is not None:
+            folded_too = max(self.folded_stop - tail.start, 0)
+            tail = DenseSpan(tail.key[:, :, folded_too:], tail.value[:, :, folded_too:], tail.start + folded_too)
+        spans = [span for span in (self.sink_span(), self._folded_span(), tail) if span is not None]
         return (
             torch.cat([span.key.float() for span in spans], 2),
             torch.cat([span.value.float() for span in spans], 2),

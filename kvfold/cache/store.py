@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from kvfold.formats.page import PageForm, Pages
@@ -86,7 +85,7 @@ class PageStore:
                 storage.narrow(PAGE_DIM, 0, self.count).copy_(old)
             return storage
 
-        self.storage = Pages(**{name: grown(name, tensor) for name, tensor in like.tensors()})
+        self.storage = like.map_named(grown)
 
     def _paired(self, pages: Pages, first: int) -> list[tuple[Tensor, Tensor]]:
         """Storage of pages from `first` on, beside the tensors to write there."""

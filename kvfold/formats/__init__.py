@@ -9,7 +9,17 @@ from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.turboquant import TurboQuant
 from kvfold.quant.packing import Lanes
 
-__all__ = ["FORMATS", "Format", "FormatPair", "PageForm", "Pages", "TokenCodes", "Window", "get_format", "get_formats"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "FormatPair",
+    "PageForm",
+    "Pages",
+    "TokenCodes",
+    "Window",
+    "get_format",
+    "get_formats",
+]
 
 DEFAULT = "kvfold-4"
 
@@ -36,7 +46,7 @@ class FormatPair:
     @property
     def window(self) -> Window:
         k, v = self.keys.window, self.values.window
-        return Window(max(k.sinks, v.sinks), max(k.recent, v.recent))
+        return Window(max(k.sinks, v.sinks), max(k.recent, v.recent), max(k.undo, v.undo))
 
     @property
     def folds_by_token(self) -> bool:
@@ -85,5 +95,3 @@ def check_names(names: str) -> tuple[str, str]:
         if part not in FORMATS:
             raise ValueError(f"format = {part!r} is not known: choose one of {', '.join(FORMATS)}, or keys:values")
     return parts[0], parts[-1]
-
-

@@ -24,12 +24,15 @@ class Window:
     sinks
         The first tokens; attention leans on them out of proportion, and they are outliers.
     recent
-        At least this many of the newest tokens. A page folds once the tokens after it are this
-        many, so the cache can be cropped by as many tokens with nothing lost.
+        At least this many of the newest tokens: a page folds once this many tokens follow it.
+    undo
+        How many more tokens must follow before the dense copy of a folded page is dropped. A cache can
+        be cropped by up to this many tokens (as speculative decoding does) and leave no trace.
     """
 
     sinks: int = 0
     recent: int = 0
+    undo: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ class Centred(Format):
     of a sphere's coordinate and rescaled to their exact norm.
     """
 
-    summary = "Hadamard rotation around each page's centre, matched norm; 16 sinks and the newest tokens dense"
-    source = "kvfold; page centring and sinks from EVIDENCE's measurements, codes from arXiv 2504.19874"
-    window = Window(sinks=16, recent=32)
+    summary = "Lloyd–Max codes around each page's centre, Hadamard rotation, exact norms"
+    source = "kvfold, after arXiv 2504.19874"
+    window = Window(sinks=16, recent=16, undo=24)
     folds_by_token = False
 
     @cached_property

@@ -8,7 +8,7 @@ For one head, a page of P tokens stands for
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -77,9 +77,13 @@ class Pages:
             if isinstance(value, Tensor):
                 yield field.name, value
 
+    def map_named(self, fn: Callable[[str, Tensor], Tensor]) -> "Pages":
+        """The same pages with each tensor replaced by fn(name, tensor)."""
+        return replace(self, **{name: fn(name, tensor) for name, tensor in self.tensors()})  # type: ignore[arg-type]
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Pages":
         """The same pages with `fn` applied to each tensor."""
-        return Pages(**{name: fn(tensor) for name, tensor in self.tensors()}, tokens=self.tokens)
+        return self.map_named(lambda _, tensor: fn(tensor))
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +130,7 @@ class PageForm:
     def levels(self, pages: Pages) -> Tensor:
         """S ⊙ lut[code]: float32, (…, N, P, D). The only place where codes are looked up."""
         lut = self.lut.to(pages.code.device)
-        levels = ops.unpack_levels(
-            pages.code, lut, self.page_size, self.head_dim, list(self.bits), self.lanes
-        )
+        levels = ops.unpack_levels(pages.code, lut, self.page_size, self.head_dim, list(self.bits), self.lanes)
         if pages.channel_scale is not None:
             levels = levels * pages.channel_scale.float().unsqueeze(-2)
         return levels

@@ -22,7 +22,7 @@ class TurboQuant(Format):
     No centre, and no dense window: each token folds on arrival.
     """
 
-    summary = "TurboQuant as published: Haar rotation, Lloyd–Max codes, stored norm; nothing stays dense"
+    summary = "TurboQuant as published: Lloyd–Max codes, Haar rotation, stored norm"
     source = "arXiv 2504.19874, Algorithm 1"
 
     @cached_property

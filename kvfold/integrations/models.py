@@ -45,7 +45,7 @@ def load_model(
             raise FileNotFoundError(
                 f"model = {source!r}: the folder has neither a config.json nor exactly one .gguf file"
             )
-        options["gguf_file"] = files[0].name  # type: ignore[assignment]
+        options["gguf_file"] = files[0].name
     elif not folder.is_dir() and (folder.is_absolute() or source.startswith(".")):
         raise FileNotFoundError(f"model = {source!r}: there is no such folder")
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}

@@ -48,9 +48,7 @@ def _unpacked_like(packed: Tensor, page_size: int, head_dim: int, bits: list[int
 
 
 @torch.library.custom_op("kvfold::unpack_levels", mutates_args=())
-def unpack_levels(
-    packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str
-) -> Tensor:
+def unpack_levels(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str) -> Tensor:
     """`kvfold.quant.packing.unpack_levels` on the device of `packed`."""
     return packing.unpack_levels(packed, lut, page_size, head_dim, bits, _lanes(lanes))
 
@@ -63,9 +61,7 @@ def _(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int
 
 
 @unpack_levels.register_fake
-def _levels_like(
-    packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str
-) -> Tensor:
+def _levels_like(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str) -> Tensor:
     return lut.new_empty((*packed.shape[:-1], page_size, head_dim))
 
 

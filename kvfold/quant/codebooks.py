@@ -6,7 +6,7 @@ A rotated unit vector's coordinates follow a scaled Beta density, close to N(0, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,13 +149,13 @@ def distortion(density: Density, levels: Array) -> float:
     return float(np.sum(second - 2 * levels * first + levels**2 * mass))
 
 
-@lru_cache(maxsize=None)
+@cache
 def gaussian_levels(bits: int) -> tuple[float, ...]:
     """Lloyd–Max levels of N(0, 1)."""
     return tuple(lloyd_max(gaussian(), bits))
 
 
-@lru_cache(maxsize=None)
+@cache
 def sphere_levels(bits: int, d: int) -> tuple[float, ...]:
     """Lloyd–Max levels of a coordinate of a random unit vector in `d` dimensions."""
     return tuple(lloyd_max(sphere_coordinate(d), bits))

@@ -89,11 +89,11 @@ def unpack_levels(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bi
 
 def _to_tiles(codes: Tensor, lanes: Lanes) -> Tensor:
     """(…, P, D) → (…, token tile, channel group, lane, step)."""
-    *lead, tokens, channels = codes.shape
+    tokens, channels = codes.shape[-2:]
     if tokens % TILE:
         raise ValueError(f"codes have {tokens} tokens a page: a page is a multiple of {TILE} tokens")
     codes = torch.nn.functional.pad(codes, (0, padded(channels) - channels))
-    tiles = codes.view(*lead, tokens // TILE, TILE, -1, TILE).transpose(-3, -2)
+    tiles = codes.unflatten(-1, (codes.shape[-1] // TILE, TILE)).unflatten(-3, (tokens // TILE, TILE)).transpose(-3, -2)
     return tiles if lanes == "tokens" else tiles.mT
 
 
@@ -121,7 +121,7 @@ def _pack_tile(tile: Tensor, bits: int) -> Tensor:
         if width == 1:  # eight slots of one field to a byte
             parts = plane.unflatten(-1, (8, 8)).unbind(-1)
         else:  # 8/width fields of one slot to a byte
-            parts = plane.unflatten(-2, (-1, 8 // width)).unbind(-2)
+            parts = plane.unflatten(-2, (width // 2, 8 // width)).unbind(-2)
         byte = torch.zeros_like(parts[0])
         for k, part in enumerate(parts):
             byte |= part << (k * width)
@@ -140,7 +140,7 @@ def _unpack_tile(packed: Tensor, bits: int) -> Tensor:
         if width == 1:
             plane = torch.stack(parts, dim=-1).reshape(fields.shape)
         else:
-            plane = torch.stack([p.unflatten(-1, (-1, 64)) for p in parts], dim=-2).flatten(-3, -2)
+            plane = torch.stack([p.unflatten(-1, (width // 2, 64)) for p in parts], dim=-2).flatten(-3, -2)
         fields |= plane << shift
         start += 32 * width
         shift += width

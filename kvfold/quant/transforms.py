@@ -48,7 +48,7 @@ def haar(d: int, seed: int) -> NDArray[np.float64]:
 
     Without the signs, QR's own convention would bias the draw (Mezzadri, math-ph/0609050).
     """
-    gaussian = np.random.RandomState(seed).standard_normal((d, d))  # noqa: NPY002 - frozen stream
+    gaussian = np.random.RandomState(seed).standard_normal((d, d))
     q, r = np.linalg.qr(gaussian)
     return np.asarray(q * np.sign(np.diag(r)))
 
@@ -78,7 +78,7 @@ def randomised_hadamard(d: int, seed: int) -> NDArray[np.float64]:
     matrix = walsh_hadamard(np.eye(power)) / np.sqrt(power)
     if odd > 1:
         matrix = np.kron(haar(odd, seed), matrix)
-    signs = np.random.RandomState(seed).randint(0, 2, d) * 2.0 - 1.0  # noqa: NPY002 - frozen stream
+    signs = np.random.RandomState(seed).randint(0, 2, d) * 2.0 - 1.0
     return matrix * signs
 
 

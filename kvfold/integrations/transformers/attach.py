@@ -67,7 +67,7 @@ def detach(model: PreTrainedModel) -> None:
     delattr(model, _STATE)
 
 
-def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, FoldedCache):
         return
@@ -106,20 +106,13 @@ def _attention(
     if appended is not None:
         if kwargs.get("position_bias") is not None:
             raise ValueError("this model adds position biases to its scores, which folded attention does not take")
-        out = attend(
-            query, appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux
-        )
+        out = attend(query, appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
     elif softcap is not None or s_aux is not None:
-        out = attend_dense(
-            query, key, value, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux
-        )
+        out = attend_dense(query, key, value, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
     else:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-

@@ -93,7 +93,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             )
         layer = self.layers[layer_idx]
         if not isinstance(layer, FoldedLayer):
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         before = layer.folded.columns
         try:
             self._check_shape(key_states, layer_idx)
@@ -165,7 +165,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 tables.extend(group.rows.formats for group in layer.folded.groups)
                 name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
             else:
-                own = [layer]  # type: ignore[list-item]
+                own = [layer]
                 name, tokens, values = "dense", *_dense_counts(layer)
             rows.append(LayerReport(i, name, tokens, values, held_bytes(own)))
         return CacheReport(

@@ -104,9 +104,8 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         keep = tokens_to_remove if tokens_to_remove > 0 else max(self.folded.columns + tokens_to_remove, 0)
         if self.folded.crop(keep):
             self.forward_pass.warn_once(
-                f"crop to {keep} tokens cut through a folded page: the tokens of it that stay go on from their "
-                "folded values, and fold again with their page. Formats that fold token by token crop exactly, and "
-                f"others do for up to {self.folded.exact_crop} tokens."
+                f"crop to {keep} tokens goes back further than the {self.folded.undo} tokens that leave no "
+                "trace: tokens whose page had folded go on from their folded values"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

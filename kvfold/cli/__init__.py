@@ -1,0 +1,35 @@
+"""The `kvfold` command: thin commands over the public API."""
+
+import logging
+import sys
+import warnings
+
+import typer
+from rich.console import Console
+
+from kvfold.cli.demo import demo
+from kvfold.cli.formats import formats
+from kvfold.cli.generate import generate
+
+app = typer.Typer(
+    name="kvfold",
+    help="Keep an LLM's KV cache folded to 2-4 bits a value, and let attention read it folded.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(generate)
+app.command()(formats)
+
+
+def main() -> None:
+    """Run the command line; errors that a user can mend are one line on stderr, exit status 1."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("kvfold").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", module="transformers")
+    try:
+        app()
+    except (FileNotFoundError, OSError, TypeError, ValueError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,108 @@
+"""`kvfold demo`: one model, one document, one question, dense and folded."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache
+
+from kvfold.cache.report import held_bytes
+from kvfold.cli.options import Json, Model, parse_dtype, token_progress
+from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
+from kvfold.formats import check_names
+from kvfold.integrations.models import load_model
+from kvfold.integrations.transformers import FoldedCache, attach
+from kvfold.integrations.transformers.prompt import answer, prompt_ids
+
+QUESTION = "What is the difference between the break and the continue statement? Answer in one or two sentences."
+
+
+def demo(
+    model: Model = "smollm2",
+    formats: Annotated[str, typer.Option(help="Formats to compare, separated by commas.")] = (
+        "kvfold-4,turboquant-4,turboquant-3"
+    ),
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the document.")] = 4_096,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 48,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Read a document with a dense and with folded caches, then answer a question about it.
+
+    The document is the beginning of the language reference in Python's standard library. While it is read, every
+    prediction is compared with the dense cache's: PPL is perplexity, KL the mean divergence a token. Held MB counts
+    every tensor that the cache owns.
+    """
+    names = formats.split(",")
+    for name in names:
+        check_names(name)
+    console = Console(stderr=True)
+    with console.status("loading the model"):
+        network, tokenizer = load_model(model, parse_dtype(dtype))
+    attach(network)
+    words = tokenizer(standard_text()).input_ids[:tokens]
+    document = "Here is a part of the Python language reference.\n\n" + tokenizer.decode(words)
+    ids = prompt_ids(tokenizer, f"{document}\n\n{QUESTION}")
+
+    folded = {name: FoldedCache(network.config, name) for name in names}
+    caches = {"dense": DynamicCache(config=network.config), **folded}
+    meters = {name: FidelityMeter() for name in caches}
+    with token_progress() as progress:
+        task = progress.add_task(f"reading with {len(caches)} caches", total=len(caches) * (ids.shape[1] - 1))
+        read_in_lockstep(
+            network,
+            ids[:, :-1],
+            caches["dense"],
+            folded,
+            meters,
+            progress=lambda n: progress.advance(task, n),
+        )
+    values = sum(layer.keys.numel() + layer.values.numel() for layer in caches["dense"].layers)
+    rows: list[dict[str, Any]] = []
+    for name, cache in caches.items():
+        with console.status(f"answering with {name}"):
+            held = held_bytes(cache.layers)
+            said = answer(network, tokenizer, ids, cache, max_new_tokens)
+        result = meters[name].result()
+        rows.append(
+            {
+                "format": name,
+                "prompt_tokens": ids.shape[1],
+                "answer": said.text.strip(),
+                "held_bytes": held,
+                "bits_per_value": 8 * held / values,
+                "ratio_to_bf16": 2 * values / held,
+                "ppl": result.ppl,
+                "kl_mean": result.kl_mean,
+                "top1": result.top1,
+                "tokens_per_second": said.tokens_per_second,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    _print(rows, model, QUESTION)
+
+
+def _print(rows: list[dict[str, Any]], model: str, question: str) -> None:
+    console = Console()
+    figures = Table(
+        title=f"{model}, {rows[0]['prompt_tokens']:,} tokens of context",
+        caption="ratio: how many times smaller than a bfloat16 cache; KL: mean divergence from dense, a token",
+    )
+    for column in ("cache", "held MB", "bits/value", "ratio", "PPL", "KL", "tok/s"):
+        figures.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
+    answers = Table(title=f"“{question}”", show_lines=True)
+    answers.add_column("cache", no_wrap=True)
+    answers.add_column("answer")
+    for row in rows:
+        figures.add_row(
+            row["format"], f"{row['held_bytes'] / 1e6:.1f}", f"{row['bits_per_value']:.2f}",
+            f"{row['ratio_to_bf16']:.2f}", f"{row['ppl']:.3f}",
+            "-" if row["format"] == "dense" else f"{row['kl_mean']:.4f}", f"{row['tokens_per_second']:.1f}",
+        )  # fmt: skip
+        answers.add_row(row["format"], row["answer"])
+    console.print(answers)
+    console.print(figures)

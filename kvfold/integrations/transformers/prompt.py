@@ -1,0 +1,93 @@
+"""Reading prompts and answering them, the same way for every cache."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said.
+
+    Attributes
+    ----------
+    text
+        The new tokens, decoded.
+    tokens
+        How many.
+    seconds
+        Time from the last prompt token to the last new one.
+    """
+
+    text: str
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed."""
+        return self.tokens / self.seconds
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = False) -> Tensor:
+    """Token ids (1, T) of a prompt, in the tokenizer's chat template if it has one and `raw` is off."""
+    if raw or tokenizer.chat_template is None:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+    else:
+        message = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).input_ids
+    if ids.shape[1] < 2:
+        raise ValueError("the prompt is empty: give at least two tokens")
+    return ids
+
+
+@torch.no_grad()
+def read_prompt(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: Cache,
+    chunk: int = 512,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> None:
+    """Fill `cache` with all of `ids` (1, T) but the last token, in chunks.
+
+    `progress` is called with the number of tokens read after each chunk.
+    """
+    for start in range(0, ids.shape[1] - 1, chunk):
+        part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        progress(part.shape[1])
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    cache: Cache,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    streamer: BaseStreamer | None = None,
+) -> Answer:
+    """Continue `ids` (1, T), of which `cache` holds all but the last token; greedy at temperature 0."""
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    start = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=streamer,
+        **sampling,
+    )
+    seconds = time.perf_counter() - start
+    new = out[0, ids.shape[1] :]
+    return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds)

@@ -1,0 +1,159 @@
+"""Shared fixtures: the real demo model, and tiny random models of several architectures."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.evaluate import standard_text
+
+torch.set_grad_enabled(False)
+
+SMALL = {"vocab_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2048, "pad_token_id": 0}
+
+
+def _llama() -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=6, num_key_value_heads=2, head_dim=64
+        )
+    )
+
+
+def _qwen3() -> PreTrainedModel:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, head_dim=128
+        )
+    )
+
+
+def _mistral() -> PreTrainedModel:
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            **SMALL,
+            hidden_size=128,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=80,
+            sliding_window=None,
+        )
+    )
+
+
+def _phi3() -> PreTrainedModel:
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            **SMALL,
+            hidden_size=192,
+            intermediate_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def _gemma2() -> PreTrainedModel:
+    config = transformers.Gemma2Config(
+        **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        sliding_window=48, attn_logit_softcapping=20.0,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def _gemma3() -> PreTrainedModel:
+    config = transformers.Gemma3TextConfig(
+        **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+        sliding_window=48, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def _gpt_oss() -> PreTrainedModel:
+    config = transformers.GptOssConfig(
+        **SMALL, hidden_size=128, intermediate_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        num_local_experts=2, num_experts_per_tok=1, sliding_window=48, attention_dropout=0.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config)
+
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "mistral": _mistral,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
+}
+
+
+def tiny_model(name: str) -> PreTrainedModel:
+    """A random model whose attention is sharp enough for the cache to matter."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]().eval()
+    for key, weight in model.named_parameters():
+        if "q_proj" in key or "k_proj" in key or "qkv_proj" in key:
+            weight.mul_(8)
+        elif key.endswith("sinks"):
+            weight.normal_()
+        elif weight.ndim > 1:
+            weight.mul_(2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def tiny(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Each architecture in turn, attached."""
+    model = tiny_model(request.param)
+    assert kvfold.attach(model)
+    return model
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """A tiny Llama, attached."""
+    model = tiny_model("llama")
+    assert kvfold.attach(model)
+    return model
+
+
+@pytest.fixture
+def random_ids() -> Callable[..., torch.Tensor]:
+    """Random token ids, the same for the same arguments."""
+
+    def make(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(3, 256, (rows, tokens), generator=generator)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return kvfold.demo_model()
+
+
+@pytest.fixture
+def demo(
+    _demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """SmolLM2 and its tokenizer, attached."""
+    model, tokenizer = _demo
+    assert kvfold.attach(model)
+    yield model, tokenizer
+    kvfold.detach(model)
+
+
+@pytest.fixture(scope="session")
+def text_ids(_demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> torch.Tensor:
+    """The standard library's text as SmolLM2 tokens, (1, T)."""
+    return _demo[1](standard_text(), return_tensors="pt").input_ids

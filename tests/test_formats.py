@@ -1,0 +1,184 @@
+"""Formats: distortion, bytes, names, errors; and the page form in full generality."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvfold
+from kvfold.formats import FORMATS, FormatPair, get_format, get_formats
+from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table
+from kvfold.formats.turboquant import TurboQuant
+from kvfold.quant.codebooks import distortion, sphere_coordinate, sphere_levels
+from kvfold.quant.packing import Lanes
+from kvfold.quant.transforms import Transform
+
+
+def _nmse(x: torch.Tensor, y: torch.Tensor) -> float:
+    return ((x - y).square().sum() / x.square().sum()).item()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_turboquant_distortion_is_exact(d: int, bits: int) -> None:
+    """Within 1 % of the value that theory gives for Gaussian vectors."""
+    x = torch.randn(2**21 // d, d, generator=torch.Generator().manual_seed(bits))
+    fmt = TurboQuant(head_dim=d, bits=bits)
+    exact = d * distortion(sphere_coordinate(d), np.array(sphere_levels(bits, d)))
+    assert _nmse(x, fmt.unfold(fmt.fold(x))) == pytest.approx(exact, rel=0.01)
+
+
+def test_turboquant_bytes() -> None:
+    """66 and 50 bytes a vector at d = 128: codes and a float16 norm; these formats have no page metadata."""
+    for name, size in (("turboquant-4", 66), ("turboquant-3", 50), ("turboquant-2", 34), ("turboquant-8", 130)):
+        page = get_format(name, 128).fold(torch.randn(3, 640, 128))
+        assert page.nbytes == 3 * 640 * size
+        assert get_format(name, 128).metadata_bytes_per_page == 0
+
+
+def test_kvfold_bytes() -> None:
+    """The same 66 bytes at d = 128, and a centre of 256 bytes for each page of 64."""
+    fmt = get_format("kvfold-4", 128)
+    assert fmt.fold(torch.randn(640, 128)).nbytes == 640 * 66 + 10 * 256
+    assert fmt.metadata_bytes_per_page == 256
+    assert fmt.bytes_per_vector == 70
+
+
+def test_centred_pages_do_not_pay_for_what_vectors_share() -> None:
+    common = 30 * torch.randn(1, 1, 128)
+    x = common + torch.randn(4, 640, 128)
+    own = (x - common).square().sum()
+    errors = {
+        name: ((fmt := get_format(name, 128)).unfold(fmt.fold(x)) - x).square().sum() / own
+        for name in ("kvfold-4", "turboquant-4")
+    }
+    assert errors["kvfold-4"] < 0.01  # as if there were no common part
+    assert errors["turboquant-4"] > 1  # more error than signal
+
+
+@pytest.mark.parametrize("lanes", ["tokens", "channels"])
+@pytest.mark.parametrize("d", [8, 40, 64, 80, 96, 128, 192, 256, 512, 576])
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_head_dim_and_any_number_of_tokens(name: str, d: int, lanes: Lanes) -> None:
+    fmt = get_format(name, d, lanes=lanes)
+    bound = {8: 1e-3, 4: 0.02, 3: 0.06, 2: 0.17}[fmt.bits]
+    for tokens in (1, 63, 64, 65, 150):
+        x = torch.randn(2, tokens, d)
+        page = fmt.fold(x)
+        assert page.tokens == tokens
+        y = fmt.unfold(page)
+        assert y.shape == x.shape
+        # A page of one centred token is its centre, exact to float16.
+        assert _nmse(x, y) < bound
+
+
+def test_lanes_change_where_bits_lie_and_nothing_else() -> None:
+    x = torch.randn(128, 64)
+    keys, values = (get_format("kvfold-4", 64, lanes=lanes) for lanes in ("tokens", "channels"))
+    assert not torch.equal(keys.fold(x).code, values.fold(x).code)
+    assert torch.equal(keys.unfold(keys.fold(x)), values.unfold(values.fold(x)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zero_and_tiny_and_huge_vectors(name: str) -> None:
+    fmt = get_format(name, 64)
+    assert torch.equal(fmt.unfold(fmt.fold(torch.zeros(70, 64))), torch.zeros(70, 64))
+    for size in (1e-2, 1e3):
+        x = size * torch.randn(128, 64)
+        assert _nmse(x, fmt.unfold(fmt.fold(x))) < 0.2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_folding_is_deterministic_and_ignores_strides(name: str) -> None:
+    x = torch.randn(64, 3, 128).transpose(0, 1)
+    fmt = get_format(name, 128)
+    assert torch.equal(fmt.fold(x).code, fmt.fold(x.contiguous()).code)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    head_dim=st.sampled_from([16, 48, 64]),
+    groups=st.sampled_from([1, 2]),
+    parts=st.sets(st.sampled_from(["offset", "centre", "channel_scale"])),
+    lanes=st.sampled_from(["tokens", "channels"]),
+    data=st.data(),
+)
+def test_page_form_stands_for_its_formula(
+    head_dim: int, groups: int, parts: set[str], lanes: Lanes, data: st.DataObject
+) -> None:
+    """x̂ = R⁻¹·(z + a + s·S ⊙ lut[code]), with mixed bits and any invertible R, element by element."""
+    bits = tuple(data.draw(st.lists(st.integers(1, 8), min_size=head_dim // 16, max_size=head_dim // 16)))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    matrix = torch.randn(head_dim, head_dim) + 3 * torch.eye(head_dim)
+    lut = level_table({b: tuple(torch.randn(2**b).tolist()) for b in range(1, 9)}, bits)
+    form = PageForm(head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes)
+    code = (torch.rand(2, 16, head_dim) * 2.0 ** torch.tensor(bits).repeat_interleave(16)).to(torch.uint8)
+    tokens = TokenCodes(
+        code=code,
+        scale=torch.randn(2, 16, groups).half(),
+        offset=torch.randn(2, 16, groups).half() if "offset" in parts else None,
+        centre=torch.randn(2, head_dim).half() if "centre" in parts else None,
+        channel_scale=torch.randn(2, head_dim).half() if "channel_scale" in parts else None,
+    )
+    unfolded = form.unfold(form.pack(tokens))
+    inverse = torch.linalg.inv(matrix.double())
+    n, t = 1, data.draw(st.integers(0, 15))
+    y = torch.zeros(head_dim, dtype=torch.float64)
+    for c in range(head_dim):
+        g = c // (head_dim // groups)
+        level = lut[c // 16, code[n, t, c].item()].double()
+        if tokens.channel_scale is not None:
+            level *= tokens.channel_scale[n, c].double()
+        y[c] = tokens.scale[n, t, g].double() * level
+        if tokens.offset is not None:
+            y[c] += tokens.offset[n, t, g].double()
+        if tokens.centre is not None:
+            y[c] += tokens.centre[n, c].double()
+    torch.testing.assert_close(unfolded[16 * n + t].double(), inverse @ y, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_and_values_compose() -> None:
+    pair = get_formats("kvfold-4:turboquant-3", 192, 128)
+    assert (pair.keys.bits, pair.keys.head_dim, pair.keys.lanes) == (4, 192, "tokens")
+    assert (pair.values.bits, pair.values.head_dim, pair.values.lanes) == (3, 128, "channels")
+    assert pair.window.sinks == 16  # the wider window
+    assert not pair.folds_by_token
+    assert get_formats("turboquant-3", 64, 64) == FormatPair(
+        get_format("turboquant-3", 64), get_format("turboquant-3", 64, lanes="channels")
+    )
+
+
+def test_errors_name_argument_value_and_remedy() -> None:
+    with pytest.raises(ValueError, match=r"format = 'nope' is not known: choose one of kvfold-4, "):
+        kvfold.get_format("nope", 64)
+    with pytest.raises(ValueError, match="is a pair of formats"):
+        kvfold.get_format("kvfold-4:kvfold-4", 64)
+    with pytest.raises(ValueError, match="one name for both, or keys:values"):
+        kvfold.get_formats("a:b:c", 64, 64)
+    for head_dim in (0, 4, 65, 2048):
+        with pytest.raises(ValueError, match=f"head_dim = {head_dim}: .* multiples of 8 from 8 to 1024"):
+            get_format("kvfold-4", head_dim)
+    for bits in (0, 9):
+        with pytest.raises(ValueError, match=f"bits = {bits}: a code has 1 to 8 bits"):
+            TurboQuant(head_dim=64, bits=bits)
+    with pytest.raises(ValueError, match="page_size = 40"):
+        TurboQuant(head_dim=64, bits=4, page_size=40)
+    fmt = get_format("turboquant-4", 64)
+    for bad in (torch.randn(3, 32), torch.randn(64), torch.randn(0, 64)):
+        with pytest.raises(ValueError, match="x has shape"):
+            fmt.fold(bad)
+    with pytest.raises(TypeError, match=r"x has dtype torch.int64"):
+        fmt.fold(torch.zeros(3, 64, dtype=torch.int64))
+    for bad_value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="NaN or an infinity"):
+            fmt.fold(torch.full((1, 64), bad_value))
+    with pytest.raises(ValueError, match="float16"):
+        fmt.fold(torch.full((1, 64), 60_000.0))
+
+
+def test_pages_count_all_their_bytes() -> None:
+    page = get_format("kvfold-4", 64).fold(torch.randn(2, 100, 64))
+    assert isinstance(page, Pages)
+    assert page.nbytes == sum(t.numel() * t.element_size() for _, t in page.tensors())
+    assert {name for name, _ in page.tensors()} == {"code", "scale", "centre"}
