@@ -18,7 +18,7 @@ SMALL = {"vocab_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2
 def _llama() -> PreTrainedModel:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=6, num_key_value_heads=2, head_dim=64
+            **SMALL, hidden_size=96, intermediate_size=128, num_attention_heads=6, num_key_value_heads=2, head_dim=64
         )
     )
 
@@ -81,7 +81,9 @@ def _gpt_oss() -> PreTrainedModel:
         num_local_experts=2, num_experts_per_tok=1, sliding_window=48, attention_dropout=0.0,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    return transformers.GptOssForCausalLM(config)
+    model = transformers.GptOssForCausalLM(config)
+    model.set_experts_implementation("eager")  # the others take no float64
+    return model
 
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -96,9 +98,13 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def tiny_model(name: str) -> PreTrainedModel:
-    """A random model whose attention is sharp enough for the cache to matter."""
+    """A random model whose attention is sharp enough for the cache to matter.
+
+    In float64: codes jump where a value crosses a boundary between levels, and float32's own rounding, which
+    differs between a batch and a row or a chunk and a prompt, would now and then push one across.
+    """
     torch.manual_seed(0)
-    model = ARCHITECTURES[name]().eval()
+    model = ARCHITECTURES[name]().eval().double()
     for key, weight in model.named_parameters():
         if "q_proj" in key or "k_proj" in key or "qkv_proj" in key:
             weight.mul_(8)

@@ -17,7 +17,7 @@ HEAD_DIMS = [8, 40, 64, 80, 96, 128, 192, 256, 512, 576]
 def test_orthogonal(kind: str, d: int) -> None:
     transform = orthogonal(kind, d, seed=3)
     x = torch.randn(5, d)
-    torch.testing.assert_close(transform.matrix @ transform.matrix.mT, torch.eye(d), atol=2e-6, rtol=0)
+    torch.testing.assert_close(transform.matrix @ transform.matrix.mT, torch.eye(d), atol=5e-6, rtol=0)
     torch.testing.assert_close(transform.invert(transform.apply(x)), x, atol=1e-5, rtol=0)
 
 

@@ -21,8 +21,9 @@ def attend_dense(
     """
     batch, heads, n, _ = query.shape
     kv_heads, tokens = key.shape[1:3]
-    q = query.float().unflatten(1, (kv_heads, heads // kv_heads)) * scaling
-    scores = (q @ key.float().unsqueeze(2).mT).flatten(1, 2)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q = query.to(dtype).unflatten(1, (kv_heads, heads // kv_heads)) * scaling
+    scores = (q @ key.to(dtype).unsqueeze(2).mT).flatten(1, 2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
@@ -31,8 +32,8 @@ def attend_dense(
     elif mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     else:
-        scores = scores + mask.float()
+        scores = scores + mask.to(dtype)
     if sink_logits is not None:
-        scores = torch.cat((scores, sink_logits.float().view(1, heads, 1, 1).expand(batch, -1, n, -1)), dim=-1)
+        scores = torch.cat((scores, sink_logits.to(dtype).view(1, heads, 1, 1).expand(batch, -1, n, -1)), dim=-1)
     p = scores.softmax(-1)[..., :tokens].unflatten(1, (kv_heads, -1))
-    return (p @ value.float().unsqueeze(2)).flatten(1, 2).to(query.dtype)
+    return (p @ value.to(dtype).unsqueeze(2)).flatten(1, 2).to(query.dtype)

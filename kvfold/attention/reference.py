@@ -91,16 +91,18 @@ def attend_rows(
 ) -> Tensor:
     """`attend` for rows of one length; the queries are those of the newest tokens.
 
-    `dense` is what `FoldedRows.commit` returned. Output is float32.
+    `dense` is what `FoldedRows.commit` returned. Computes in float32, or float64 if the query is, and
+    returns that.
     """
+    dtype = torch.promote_types(query.dtype, torch.float32)
     batch, heads, n, _ = query.shape
     kv_heads = rows.kv_heads
     repeat = heads // kv_heads
     dense_start = dense.start if dense is not None else rows.length
-    logits = _to_groups(sink_logits.float().view(1, heads, 1, 1), kv_heads) if sink_logits is not None else None
+    logits = _to_groups(sink_logits.to(dtype).view(1, heads, 1, 1), kv_heads) if sink_logits is not None else None
 
     # (batch, kv_heads, repeat, n, dim): one unpacked key serves the `repeat` query heads of its group.
-    q = _to_groups(query.float() * scaling, kv_heads)
+    q = _to_groups(query.to(dtype) * scaling, kv_heads)
     q_rotated = rows.keys.form.transform.apply_to_query(q)
     out = []
     for first in range(0, n, QUERY_BLOCK):
@@ -112,7 +114,7 @@ def attend_rows(
             folded_until=rows.folded_until(t, dense_start),
             mask=None if mask is None else _to_groups(mask[:, :, block], kv_heads),
             softcap=softcap,
-            state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.value_dim, query.device),
+            state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.value_dim, q),
         )
         sinks = rows.sink_span()
         if sinks is not None:
@@ -142,13 +144,13 @@ class _OnlineSoftmax:
     plain: Tensor
 
     @classmethod
-    def empty(cls, batch: int, kv_heads: int, repeat: int, n: int, dim: int, device: torch.device) -> "_OnlineSoftmax":
+    def empty(cls, batch: int, kv_heads: int, repeat: int, n: int, dim: int, like: Tensor) -> "_OnlineSoftmax":
         shape = (batch, kv_heads, repeat, n)
         return cls(
-            maximum=torch.full((*shape, 1), -torch.inf, device=device),
-            total=torch.zeros(*shape, 1, device=device),
-            rotated=torch.zeros(*shape, dim, device=device),
-            plain=torch.zeros(*shape, dim, device=device),
+            maximum=like.new_full((*shape, 1), -torch.inf),
+            total=like.new_zeros(*shape, 1),
+            rotated=like.new_zeros(*shape, dim),
+            plain=like.new_zeros(*shape, dim),
         )
 
     def weights(self, scores: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ class _Reader:
         if start >= stop:
             return
         own = slice(start - span.start, stop - span.start)
-        key, value = span.key[:, :, own].float(), span.value[:, :, own].float()
+        key, value = span.key[:, :, own].to(q.dtype), span.value[:, :, own].to(q.dtype)
         token = torch.arange(start, stop, device=q.device)
         barred = token < self.folded_until.unsqueeze(-1) if folded_later else None
         scores = self._visible(_grouped(q, key.mT), token, barred)
@@ -241,7 +243,7 @@ class _Reader:
             if mask.dtype == torch.bool:
                 scores = scores.masked_fill(~torch.nn.functional.pad(mask, (0, max(short, 0))), -torch.inf)
             else:
-                scores = scores + torch.nn.functional.pad(mask.float(), (0, max(short, 0)), value=-torch.inf)
+                scores = scores + torch.nn.functional.pad(mask.to(scores.dtype), (0, max(short, 0)), value=-torch.inf)
         return scores if barred is None else scores.masked_fill(barred, -torch.inf)
 
 
@@ -253,7 +255,7 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     Parameters
     ----------
     q
-        Rotated queries q̃, float32, (batch, kv_heads, repeat, n, D).
+        Rotated queries q̃, (batch, kv_heads, repeat, n, D).
     pages
         (batch, kv_heads, N, …).
 
@@ -262,9 +264,9 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     Tensor
         (batch, kv_heads, repeat, n, N·P).
     """
-    levels = form.levels(pages).flatten(2, 3)  # (batch, kv_heads, N·P, D)
-    scale = pages.scale.float().flatten(2, 3)  # (batch, kv_heads, N·P, G)
-    offset = None if pages.offset is None else pages.offset.float().flatten(2, 3)
+    levels = form.levels(pages).to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, D)
+    scale = pages.scale.to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, G)
+    offset = None if pages.offset is None else pages.offset.to(q.dtype).flatten(2, 3)
     scores: Tensor | float = 0.0
     for g, channels in enumerate(_channel_groups(form.head_dim, scale.shape[-1])):
         q_g = q[..., channels]
@@ -273,7 +275,7 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
             scores = scores + q_g.sum(-1, keepdim=True) * _beside_queries(offset[..., g])
     assert isinstance(scores, Tensor)
     if pages.centre is not None:
-        centre = _grouped(q, pages.centre.float().mT)  # (batch, kv_heads, repeat, n, N)
+        centre = _grouped(q, pages.centre.to(q.dtype).mT)  # (batch, kv_heads, repeat, n, N)
         scores = scores + centre.repeat_interleave(form.page_size, dim=-1)
     return scores
 
@@ -286,16 +288,16 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     Parameters
     ----------
     p
-        Weights, float32, (batch, kv_heads, repeat, n, N·P).
+        Weights, (batch, kv_heads, repeat, n, N·P).
 
     Returns
     -------
     Tensor
         (batch, kv_heads, repeat, n, D), in rotated coordinates.
     """
-    levels = form.levels(pages).flatten(2, 3)
-    scale = pages.scale.float().flatten(2, 3)
-    offset = None if pages.offset is None else pages.offset.float().flatten(2, 3)
+    levels = form.levels(pages).to(p.dtype).flatten(2, 3)
+    scale = pages.scale.to(p.dtype).flatten(2, 3)
+    offset = None if pages.offset is None else pages.offset.to(p.dtype).flatten(2, 3)
     parts = []
     for g, channels in enumerate(_channel_groups(form.head_dim, scale.shape[-1])):
         part = _grouped(p * _beside_queries(scale[..., g]), levels[..., channels])
@@ -305,7 +307,7 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     out = torch.cat(parts, dim=-1)
     if pages.centre is not None:
         page_weight = p.unflatten(-1, (-1, form.page_size)).sum(-1)
-        out = out + _grouped(page_weight, pages.centre.float())
+        out = out + _grouped(page_weight, pages.centre.to(p.dtype))
     return out
 
 

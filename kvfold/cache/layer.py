@@ -116,7 +116,12 @@ class LayerCache:
             self._formats = get_formats(self.format, key.shape[-1], value.shape[-1])
         groups = self.groups + self._starting(padding, n, key)
 
-        pending = [group.rows.prepare(group.own(key, self.columns), group.own(value, self.columns)) for group in groups]
+        try:
+            pending = [
+                group.rows.prepare(group.own(key, self.columns), group.own(value, self.columns)) for group in groups
+            ]
+        except ValueError as error:
+            raise ValueError(f"layer {self.index}: {error}") from None
         # Nothing below fails.
         dense = [group.rows.commit(tokens) for group, tokens in zip(groups, pending, strict=True)]
         first_column = self.columns

@@ -20,7 +20,7 @@ def pack(codes: Tensor, bits: list[int], lanes: str) -> Tensor:
 @pack.register_kernel("cpu")
 def _(codes: Tensor, bits: list[int], lanes: str) -> Tensor:
     packed = _packed_like(codes, bits)
-    cpu.pack(_flat_pages(codes), packed, bytes(bits), lanes == "tokens")
+    cpu.pack(_flat_pages(codes), packed, bytes(bits), _lanes(lanes) == "tokens")
     return packed
 
 
@@ -38,7 +38,7 @@ def unpack(packed: Tensor, page_size: int, head_dim: int, bits: list[int], lanes
 @unpack.register_kernel("cpu")
 def _(packed: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str) -> Tensor:
     codes = _unpacked_like(packed, page_size, head_dim, bits, lanes)
-    cpu.unpack(packed.contiguous(), _flat_pages(codes), bytes(bits), lanes == "tokens")
+    cpu.unpack(packed.contiguous(), _flat_pages(codes), bytes(bits), _lanes(lanes) == "tokens")
     return codes
 
 
@@ -56,7 +56,7 @@ def unpack_levels(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bi
 @unpack_levels.register_kernel("cpu")
 def _(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str) -> Tensor:
     levels = _levels_like(packed, lut, page_size, head_dim, bits, lanes)
-    cpu.unpack_levels(packed.contiguous(), lut, _flat_pages(levels), bytes(bits), lanes == "tokens")
+    cpu.unpack_levels(packed.contiguous(), lut, _flat_pages(levels), bytes(bits), _lanes(lanes) == "tokens")
     return levels
 
 

@@ -152,13 +152,13 @@ def distortion(density: Density, levels: Array) -> float:
 @cache
 def gaussian_levels(bits: int) -> tuple[float, ...]:
     """Lloyd–Max levels of N(0, 1)."""
-    return tuple(lloyd_max(gaussian(), bits))
+    return tuple(lloyd_max(gaussian(), bits).tolist())
 
 
 @cache
 def sphere_levels(bits: int, d: int) -> tuple[float, ...]:
     """Lloyd–Max levels of a coordinate of a random unit vector in `d` dimensions."""
-    return tuple(lloyd_max(sphere_coordinate(d), bits))
+    return tuple(lloyd_max(sphere_coordinate(d), bits).tolist())
 
 
 def _check_bits(bits: int) -> None:

@@ -1,5 +1,6 @@
 """A transformers `Cache` whose full-attention layers are folded."""
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
 from kvfold.formats import DEFAULT, get_formats
 from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
+
+logger = logging.getLogger("kvfold")
 
 
 class FoldedCache(Cache):  # type: ignore[misc]
@@ -65,6 +68,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.text_config = config.get_text_config(decoder=True)
         self.forward_pass = ForwardPass()
         layers = DynamicCache(config=config).layers
+        if getattr(self.text_config, "kv_lora_rank", None) is not None:
+            logger.warning(
+                "%s uses multi-head latent attention, whose cached latents are not folded yet: its cache stays dense",
+                self.text_config.model_type,
+            )
+            policy = Policy(policy.format, dense_first=len(layers))
         for i, layer in enumerate(layers):
             fmt = policy.format_of(i, len(layers))
             if fmt is not None and type(layer) is DynamicLayer:
@@ -121,8 +130,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def _expected_shape(self, layer_idx: int) -> tuple[int, int] | None:
         """(kv_heads, head_dim) of a layer's keys by the config, or None if it is not told simply."""
         config = self.text_config
-        if getattr(config, "kv_lora_rank", None) is not None:  # MLA: keys and values are projected anew
-            return None
         per_layer = getattr(config, "per_layer_config", None)
         config = per_layer[layer_idx] if per_layer is not None else config
         heads = getattr(config, "num_attention_heads", None)

@@ -1,0 +1,313 @@
+"""The cache contract of transformers, on tiny random models of seven architectures and on the real one."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import kvfold
+from kvfold import FoldedCache, Policy
+from kvfold.integrations.transformers.layer import FoldedLayer
+
+Ids = Callable[..., Tensor]
+FORMATS = ["kvfold-4", "turboquant-4"]
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, cache: transformers.Cache, chunks: list[int] | None = None) -> Tensor:
+    """Logits of `ids`, read in chunks."""
+    parts = ids.split(chunks or [ids.shape[1]], dim=1)
+    return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+
+
+def _greedy(model: PreTrainedModel, ids: Tensor, cache: transformers.Cache, n: int = 24, **options: object) -> Tensor:
+    """New tokens of a greedy continuation."""
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=n, do_sample=False, **options)
+    return out[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+class TestEveryArchitecture:
+    def test_logits_change_and_stay_close(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        ids = random_ids(1, 300)
+        dense = _logits(tiny, ids, DynamicCache(config=tiny.config)).log_softmax(-1)
+        coarse, fine = (
+            _logits(tiny, ids, FoldedCache(tiny.config, name)).log_softmax(-1) for name in (format, "turboquant-8")
+        )
+        coarse_kl, fine_kl = ((dense.exp() * (dense - x)).sum(-1).mean() for x in (coarse, fine))
+        assert coarse_kl > 1e-5  # it is not dense attention
+        assert fine_kl < 0.1 * coarse_kl + 1e-4  # and becomes it as bits grow
+        assert fine_kl < 0.01
+
+    def test_chunked_prefill_equals_whole(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        ids = random_ids(2, 260)
+        whole = _logits(tiny, ids, FoldedCache(tiny.config, format))
+        chunks = _logits(tiny, ids, FoldedCache(tiny.config, format), [100, 1, 1, 97, 61])
+        torch.testing.assert_close(whole, chunks, atol=1e-6, rtol=0)
+        chunked = _greedy(tiny, ids, FoldedCache(tiny.config, format), prefill_chunk_size=48)
+        assert torch.equal(chunked, _greedy(tiny, ids, FoldedCache(tiny.config, format)))
+
+    def test_padded_rows_get_what_they_get_alone(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        prompts = [random_ids(1, n, seed=n) for n in (150, 40, 97)]
+        ids, mask = torch.zeros(2, 3, 150, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, -prompt.shape[1] :] = prompt
+            mask[row, -prompt.shape[1] :] = 1
+        together = _greedy(tiny, ids, FoldedCache(tiny.config, format), 60, attention_mask=mask)
+        for row, prompt in enumerate(prompts):
+            alone = _greedy(tiny, prompt, FoldedCache(tiny.config, format), 60)
+            assert torch.equal(together[row : row + 1], alone)
+
+    def test_beams(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        """The score that beam search reports is the one that a fresh read of its sequence gives."""
+        ids = random_ids(2, 90)
+        out = tiny.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=FoldedCache(tiny.config, format),
+            num_beams=3, num_return_sequences=2, max_new_tokens=40, do_sample=False, length_penalty=0.0,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        log_p = _logits(tiny, out.sequences, FoldedCache(tiny.config, format)).log_softmax(-1)
+        token_scores = log_p[:, 89:-1].gather(-1, out.sequences[:, 90:, None]).squeeze(-1)
+        torch.testing.assert_close(token_scores.sum(-1).float(), out.sequences_scores, atol=1e-4, rtol=0)
+        assert out.sequences_scores[0] >= out.sequences_scores[1]
+
+    def test_speculation_leaves_no_trace(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        """Prompt-lookup drafts, mostly refused and cropped away, and the tokens are those without drafts."""
+        ids = random_ids(1, 30).repeat(1, 4)
+        plain = _greedy(tiny, ids, FoldedCache(tiny.config, format), 80)
+        cache = FoldedCache(tiny.config, format)
+        assert torch.equal(_greedy(tiny, ids, cache, 80, prompt_lookup_num_tokens=8), plain)
+        assert torch.equal(_greedy(tiny, ids, FoldedCache(tiny.config, format), 80, assistant_model=tiny), plain)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+class TestContract:
+    def test_sampling(self, llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        ids, runs = random_ids(2, 90), []
+        for _ in range(2):
+            torch.manual_seed(5)
+            cache = FoldedCache(llama.config, format)
+            runs.append(llama.generate(ids, past_key_values=cache, do_sample=True, max_new_tokens=20))
+        assert torch.equal(*runs)
+
+    def test_crop_then_go_on(self, llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        ids = random_ids(1, 260)
+        whole = _logits(llama, ids, FoldedCache(llama.config, format))
+        cache = FoldedCache(llama.config, format)
+        _logits(llama, torch.cat((ids[:, :200], random_ids(1, 20, seed=9)), 1), cache)
+        cache.crop(-20)
+        assert cache.get_seq_length() == 200
+        torch.testing.assert_close(_logits(llama, ids[:, 200:], cache), whole[:, 200:], atol=1e-6, rtol=0)
+
+    def test_rows_follow_the_batch(self, llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        ids, more = random_ids(3, 130), random_ids(6, 40, seed=1)
+
+        def moved(change: Callable[[FoldedCache], None], rows: list[int]) -> None:
+            cache = FoldedCache(llama.config, format)
+            _logits(llama, ids, cache)
+            change(cache)
+            new = more[: len(rows)]
+            fresh = _logits(llama, torch.cat((ids[rows], new), 1), FoldedCache(llama.config, format))
+            torch.testing.assert_close(_logits(llama, new, cache), fresh[:, 130:], atol=1e-6, rtol=0)
+
+        moved(lambda c: c.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0])
+        moved(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
+        moved(lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0])
+        moved(lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2])
+
+    def test_reset(self, llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        cache = FoldedCache(llama.config, format)
+        first = _logits(llama, random_ids(2, 130), cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert cache.held_bytes() == 0
+        assert torch.equal(_logits(llama, random_ids(2, 130), cache), first)
+
+    def test_a_conversation_goes_on(self, llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
+        """A second `generate` reads only what is new."""
+        cache, ids = FoldedCache(llama.config, format), random_ids(1, 100)
+        ids = torch.cat((ids, _greedy(llama, ids, cache, 30), random_ids(1, 50, seed=3)), 1)
+        again = _greedy(llama, ids, cache, 30)
+        assert torch.equal(again, _greedy(llama, ids, FoldedCache(llama.config, format), 30))
+
+    def test_without_attach_it_is_unfolded_and_says_so_once(
+        self, llama: PreTrainedModel, random_ids: Ids, format: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ids = random_ids(1, 260)
+        attached = _logits(llama, ids, FoldedCache(llama.config, format), [200] + [1] * 60)
+        kvfold.detach(llama)
+        assert llama.config._attn_implementation == "sdpa"
+        dense = _logits(llama, ids, DynamicCache(config=llama.config)).log_softmax(-1)
+        with caplog.at_level(logging.WARNING, "kvfold"):
+            unfolded = _logits(llama, ids, FoldedCache(llama.config, format), [200] + [1] * 60)
+        assert sum("does not read the folded cache" in r.message for r in caplog.records) == 1
+        kl = [(dense.exp() * (dense - x.log_softmax(-1)))[:, 200:].sum(-1).mean() for x in (attached, unfolded)]
+        assert 1e-5 < kl[1] < 2 * kl[0]  # folded just the same; its prompt was read dense, so it may be closer
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
+    def test_sliding_layers_stay_dense(self, name: str, random_ids: Ids) -> None:
+        from conftest import tiny_model
+
+        model = tiny_model(name)
+        kvfold.attach(model)
+        cache = FoldedCache(model.config, "kvfold-4")
+        _logits(model, random_ids(1, 300), cache)
+        formats = [layer.format for layer in cache.report().layers]
+        assert [f == "dense" for f in formats] == [kind == "sliding_attention" for kind in model.config.layer_types]
+        assert formats.count("kvfold-4") == 2
+        sliding = cache.report().layers[model.config.layer_types.index("sliding_attention")]
+        heads, dim = model.config.num_key_value_heads, model.config.head_dim
+        assert sliding.values == 2 * heads * dim * (model.config.sliding_window - 1)
+
+    def test_policy(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        policy = Policy("kvfold-4", dense_first=1, exceptions=[(3, "turboquant-4:turboquant-2")])
+        cache = FoldedCache(llama.config, policy=policy)
+        _logits(llama, random_ids(1, 200), cache)
+        report = cache.report()
+        assert [row.format for row in report.layers] == ["dense", "kvfold-4", "kvfold-4", "turboquant-4:turboquant-2"]
+        assert report.layers[0].held_bytes == 8 * report.layers[0].values  # float64
+        assert report.layers[3].held_bytes < report.layers[1].held_bytes < report.layers[0].held_bytes
+
+    def test_report_adds_up(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        cache = FoldedCache(llama.config, "kvfold-4")
+        assert cache.held_bytes() == 0
+        _logits(llama, random_ids(2, 500), cache)
+        report = cache.report()
+        assert report.values == 4 * 2 * 2 * 2 * 64 * 500  # layers, keys and values, rows, heads, dim, tokens
+        own = sum(row.held_bytes for row in report.layers)
+        assert own < report.held_bytes == cache.held_bytes() <= own + report.shared_bytes + 4 * 8 * 2  # row indices
+        assert cache.bits_per_value() == 8 * report.held_bytes / report.values
+        assert report.to_json()["layers"][0]["held_bytes"] == report.layers[0].held_bytes
+
+    def test_padding_takes_no_room(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        ids, mask = random_ids(2, 400), torch.ones(2, 400, dtype=torch.long)
+        mask[1, :300] = 0
+        full, half = FoldedCache(llama.config), FoldedCache(llama.config)
+        llama(ids, past_key_values=full)
+        llama(ids, attention_mask=mask, past_key_values=half)
+        assert half.report().values == full.report().values * 500 / 800
+        assert half.held_bytes() < 0.9 * full.held_bytes()  # the windows are as large
+
+
+class TestErrors:
+    def test_unknown_format(self, llama: PreTrainedModel) -> None:
+        with pytest.raises(ValueError, match="format = 'kvfold-5' is not known: choose one of"):
+            FoldedCache(llama.config, "kvfold-5")
+
+    def test_head_dim(self) -> None:
+        config = transformers.LlamaConfig(hidden_size=120, num_attention_heads=10, num_hidden_layers=1)
+        with pytest.raises(ValueError, match=r"head_dim = 12: .* multiples of 8"):
+            FoldedCache(config)
+
+    def test_encoder_decoder(self) -> None:
+        with pytest.raises(ValueError, match="encoder-decoder"):
+            FoldedCache(transformers.T5Config())
+
+    def test_another_config(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        from conftest import tiny_model
+
+        other = tiny_model("qwen3")
+        cache = FoldedCache(other.config)
+        with pytest.raises(ValueError, match="made for a qwen3 config with 4 layers, the model is a llama with 4"):
+            llama(random_ids(1, 5), past_key_values=cache)
+        kvfold.detach(llama)
+        with pytest.raises(ValueError, match="keys have 2 heads of 64, but this cache was made for a qwen3 config"):
+            llama(random_ids(1, 5), past_key_values=cache)
+        short = transformers.LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 2})
+        with pytest.raises(ValueError, match="layer_idx = 2, but this cache was made for a config with 2 layers"):
+            llama(random_ids(1, 5), past_key_values=FoldedCache(short))
+
+    def test_dtype(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        cache = FoldedCache(llama.config)
+        llama(random_ids(1, 50), past_key_values=cache)
+        llama.to(torch.bfloat16)
+        with pytest.raises(ValueError, match=r"layer 0: key is torch.bfloat16, the cache keeps its dense tokens as"):
+            llama(random_ids(1, 5), past_key_values=cache)
+
+    def test_broken_numbers_leave_all_layers_alike(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        """Layer 2 fails: layers 0 and 1 forget the step too, and the cache goes on as if it had not been."""
+        cache, twin = FoldedCache(llama.config), FoldedCache(llama.config)
+        for c in (cache, twin):
+            llama(random_ids(1, 130), past_key_values=c)
+        weight = llama.model.layers[2].self_attn.v_proj.weight
+        kept = weight[0, 0].item()
+        weight[0, 0] = float("nan")
+        with pytest.raises(ValueError, match=r"layer 2: value at position 130 \(row 0, head 0, channel 0\) is nan"):
+            llama(random_ids(1, 1), past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {130}
+        weight[0, 0] = kept
+        more = random_ids(1, 90, seed=4)
+        assert torch.equal(_logits(llama, more, cache), _logits(llama, more, twin))
+
+    def test_deep_crop_says_so_once(
+        self, llama: PreTrainedModel, random_ids: Ids, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cache = FoldedCache(llama.config, "kvfold-4")
+        llama(random_ids(1, 400), past_key_values=cache)
+        with caplog.at_level(logging.WARNING, "kvfold"):
+            cache.crop(-250)
+        assert [r.message for r in caplog.records if "crop to 150 tokens goes back further than the 24" in r.message]
+        assert len(caplog.records) == 1
+        assert llama(random_ids(1, 5), past_key_values=cache).logits.isfinite().all()
+
+    def test_model_that_computes_with_cached_keys(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        cache = FoldedCache(llama.config)
+        cache.forward_pass.reads_folded = True
+        key, _ = cache.update(torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), 0)
+        assert key.shape == (1, 2, 5, 64)
+        with pytest.raises(RuntimeError, match=r"call kvfold.detach\(model\)"):
+            key * 2
+
+
+def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, random_ids: Ids) -> None:
+    """GPT-J computes attention itself: it cannot be attached, and runs on the unfolded cache."""
+    torch.manual_seed(0)
+    config = transformers.GPTJConfig(
+        vocab_size=256, n_positions=512, n_embd=128, n_layer=2, n_head=2, rotary_dim=16, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPTJForCausalLM(config).eval()
+    with caplog.at_level(logging.WARNING, "kvfold"):
+        assert not kvfold.attach(model)
+    assert any("has its own attention code" in r.message for r in caplog.records)
+    ids = random_ids(1, 200)
+    cache = FoldedCache(config, "turboquant-8")
+    folded = _logits(model, ids, cache, [150] + [1] * 50)
+    dense = _logits(model, ids, DynamicCache(config=config))
+    assert isinstance(cache.layers[0], FoldedLayer)
+    assert not torch.equal(folded[:, 150:], dense[:, 150:])
+    torch.testing.assert_close(folded, dense, atol=0.02, rtol=0.02)
+
+
+def test_mla_stays_dense_and_says_so(random_ids: Ids, caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSeek V3 caches a latent and its rotary part, which must not be folded as if they were keys and values."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
+        first_k_dense_replace=1, max_position_embeddings=512,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    assert kvfold.attach(model)
+    with caplog.at_level(logging.WARNING, "kvfold"):
+        cache = FoldedCache(config)
+    assert any("multi-head latent attention" in r.message for r in caplog.records)
+    ids = random_ids(1, 200)
+    assert torch.equal(_logits(model, ids, cache), _logits(model, ids, DynamicCache(config=config)))
+    assert {row.format for row in cache.report().layers} == {"dense"}
+
+
+def test_attach_is_idempotent_and_undone(llama: PreTrainedModel) -> None:
+    hooks = len(llama._forward_pre_hooks)
+    assert kvfold.attach(llama)
+    assert len(llama._forward_pre_hooks) == hooks
+    kvfold.detach(llama)
+    kvfold.detach(llama)
+    assert len(llama._forward_pre_hooks) == hooks - 1
+    assert llama.config._attn_implementation == "sdpa"
