@@ -15,8 +15,10 @@ from kvfold.cache.layer import Appended
 from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.formats.page import PageForm, Pages
 
-QUERY_BLOCK = 512
 PAGE_BLOCK = 16
+"""Pages that are unpacked at a time."""
+SCORE_BLOCK = 2**20
+"""About how many scores are held at a time; sets the number of queries that go through the keys together."""
 
 
 @torch.no_grad()
@@ -105,8 +107,9 @@ def attend_rows(
     q = _to_groups(query.to(dtype) * scaling, kv_heads)
     q_rotated = rows.keys.form.transform.apply_to_query(q)
     out = []
-    for first in range(0, n, QUERY_BLOCK):
-        block = slice(first, min(first + QUERY_BLOCK, n))
+    queries = max(SCORE_BLOCK // (batch * heads * PAGE_BLOCK * rows.page_size), 16)
+    for first in range(0, n, queries):
+        block = slice(first, min(first + queries, n))
         width = block.stop - block.start
         t = torch.arange(rows.length - n + block.start, rows.length - n + block.stop, device=query.device)
         reader = _Reader(

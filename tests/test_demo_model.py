@@ -1,0 +1,79 @@
+"""The promise, on the real model: quality, held memory, peak memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold import FoldedCache
+from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
+
+Demo = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def test_text_is_long_enough() -> None:
+    assert len(standard_text()) > 400_000
+
+
+def test_quality(demo: Demo, text_ids: Tensor) -> None:
+    """One passage of the protocol: the published method is faithfully there, and the default is far better."""
+    model, _ = demo
+    names = ["kvfold-4", "turboquant-8", "turboquant-4", "turboquant-3"]
+    meters = {name: FidelityMeter() for name in ["dense", *names]}
+    caches = {name: FoldedCache(model.config, name) for name in names}
+    read_in_lockstep(model, text_ids[:, :1024], DynamicCache(config=model.config), caches, meters, chunk=512)
+    result = {name: meter.result() for name, meter in meters.items()}
+    assert result["dense"].kl_mean == 0
+    assert 0.04 < result["turboquant-4"].kl_mean < 0.10
+    assert 0.15 < result["turboquant-3"].kl_mean < 0.5
+    assert 1e-4 < result["kvfold-4"].kl_mean < 0.025
+    assert result["kvfold-4"].ppl < 1.025 * result["dense"].ppl
+    assert result["turboquant-8"].kl_mean < 0.001
+    assert result["kvfold-4"].top1 > 0.95 > result["turboquant-3"].top1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("format", "most"), [("turboquant-4", 4.75), ("kvfold-4", 5.0), ("turboquant-3", 3.75)])
+def test_held_bits_at_4096_tokens(demo: Demo, format: str, most: float, dtype: torch.dtype) -> None:
+    """Everything counted, in storage as it really grew: one long prefill, then step by step."""
+    model, _ = demo
+    cache = FoldedCache(model.config, format)
+    for n in [3000] + [8] * 137:
+        for i in range(30):
+            key, value = torch.randn(2, 1, 3, n, 64, dtype=dtype)
+            cache.forward_pass.reads_folded = True
+            cache.update(key, value, i)
+    assert cache.get_seq_length() == 4096
+    assert cache.bits_per_value() <= most
+    assert cache.report().values == 30 * 2 * 3 * 64 * 4096
+
+
+def test_answers_in_bfloat16(demo: Demo) -> None:
+    model, tokenizer = demo
+    ids = tokenizer("The capital of France is Paris. The capital of Italy is", return_tensors="pt").input_ids
+    model.to(torch.bfloat16)
+    try:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=FoldedCache(model.config), max_new_tokens=3,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+    finally:
+        model.to(torch.float32)
+    assert "Rome" in tokenizer.decode(out[0])
+
+
+def test_peak_memory_of_a_process_falls(tmp_path: Path) -> None:
+    """Two rows of 2,000 tokens in fresh processes: what the cache adds to the peak shrinks."""
+    script = Path(__file__).parent.parent / "benchmarks" / "memory.py"
+    out = tmp_path / "rows.json"
+    options = ["--context", "2000", "--rows", "3", "--new", "4", "--caches", "dense,kvfold-4", "--json", str(out)]
+    subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
+    dense, folded = json.loads(out.read_text())
+    assert folded["held_bytes"] < 0.36 * dense["held_bytes"]
+    saved = dense["peak_added_bytes"] - folded["peak_added_bytes"]
+    assert saved > 0.5 * (dense["held_bytes"] - folded["held_bytes"])

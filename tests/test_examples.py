@@ -1,0 +1,24 @@
+"""Every example runs as it stands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_example(script: Path) -> None:
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    if script.stem == "serve_a_batch":
+        assert "Paris" in run.stdout
+    if script.stem == "generation_loop":
+        assert "seven" in run.stdout
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 4
