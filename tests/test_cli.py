@@ -67,6 +67,7 @@ def test_demo_in_small() -> None:
         (("generate", "--prompt", "x", "--model", "/nowhere"), "model = '/nowhere': there is no such folder"),
         (("generate", "--prompt", "x", "--model", "."), "neither a config.json nor exactly one .gguf"),
         (("formats", "--head-dim", "63"), "head_dim = 63"),
+        (("generate", "--prompt", "x", "--format", "[/b]"), "format = '[/b]' is not known"),
         (("demo", "--formats", "kvfold-4,what"), "format = 'what' is not known"),
     ],
 )

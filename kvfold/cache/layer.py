@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.rows import DenseSpan, FoldedRows, RowsState
 from kvfold.formats import FormatPair, get_formats
 
 
@@ -56,6 +56,16 @@ class Appended:
     first_column: int
     columns: int
     dense: list[DenseSpan | None]
+
+
+@dataclass(eq=False)
+class LayerState:
+    """A `LayerCache` at one moment, by reference."""
+
+    columns: int
+    groups: list[tuple[RowGroup, RowsState]]
+    formats: FormatPair | None
+    like: tuple[Tensor, Tensor] | None
 
 
 class LayerCache:
@@ -108,13 +118,16 @@ class LayerCache:
         """
         self._check(key, value)
         n, batch = key.shape[2], key.shape[0]
-        padding = list(padding) if padding is not None else [0] * batch
-        if len(padding) != batch:
-            raise ValueError(f"padding has {len(padding)} entries for a batch of {batch}")
-        key, value = self._as_stored(key, "key"), self._as_stored(value, "value")
+        skipped = [0] * batch
+        if self.awaits_rows:
+            padding = [0] * batch if padding is None else padding
+            if len(padding) != batch:
+                raise ValueError(f"padding has {len(padding)} entries for a batch of {batch}")
+            skipped = [min(max(columns - self.columns, 0), n) for columns in padding]
+        key, value = self._as_stored(key, "key", skipped), self._as_stored(value, "value", skipped)
         if self._formats is None:
             self._formats = get_formats(self.format, key.shape[-1], value.shape[-1])
-        groups = self.groups + self._starting(padding, n, key)
+        groups = self.groups + (self._starting(padding, n, key) if padding is not None and self.awaits_rows else [])
 
         try:
             pending = [
@@ -135,8 +148,6 @@ class LayerCache:
         """New groups for rows whose first token is among the next `n` columns."""
         assert self._formats is not None
         batch, kv_heads = key.shape[:2]
-        if sum(len(group.batch_rows) for group in self.groups) == batch:
-            return []
         started = {int(row) for group in self.groups for row in group.batch_rows.tolist()}
         members: dict[int, list[int]] = {}
         for row in range(batch):
@@ -180,8 +191,13 @@ class LayerCache:
             return self.dense_dtype
         return x.dtype if x.dtype.itemsize == 2 else torch.float16
 
-    def _as_stored(self, x: Tensor, name: str) -> Tensor:
+    def _as_stored(self, x: Tensor, name: str, skipped: Sequence[int]) -> Tensor:
+        """`x` in the stored dtype; row b's first `skipped[b]` columns are padding and may hold anything."""
         stored = x.detach().to(self._stored_dtype(x))
+        if any(skipped):
+            stored = stored.clone() if stored.data_ptr() == x.data_ptr() else stored
+            for row, columns in enumerate(skipped):
+                stored[row, :, :columns] = 0
         finite = stored.isfinite()
         if finite.all():
             return stored
@@ -206,6 +222,8 @@ class LayerCache:
             lost = max(lost, group.rows.crop(max(columns - group.padding, 0)))
         self.groups = [group for group in self.groups if group.rows.length]
         self.columns = min(self.columns, columns)
+        if self.columns == 0:
+            self.clear()
         return lost
 
     def select(self, rows: Tensor) -> None:
@@ -224,7 +242,26 @@ class LayerCache:
         self.groups = kept
         self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
 
+    # Going back
+
+    def state(self) -> "LayerState":
+        """What `restore` needs to forget all later columns, without copies."""
+        rows = [(group, group.rows.state()) for group in self.groups]
+        return LayerState(self.columns, rows, self._formats, self._like)
+
+    def restore(self, state: "LayerState") -> None:
+        """Be as when `state` was taken; only appends may have happened since."""
+        self.columns, self._formats, self._like = state.columns, state.formats, state.like
+        for group, rows in state.groups:
+            group.rows.restore(rows)
+        self.groups = [group for group, _ in state.groups]
+
     # Reading
+
+    @property
+    def awaits_rows(self) -> bool:
+        """Whether some row has not had its first token yet."""
+        return self._like is None or sum(len(group.batch_rows) for group in self.groups) < self.batch
 
     @property
     def batch(self) -> int:

@@ -63,6 +63,17 @@ class Pending:
     dense: DenseSpan | None
 
 
+@dataclass(eq=False)
+class RowsState:
+    """`FoldedRows` at one moment, by reference: later appends do not change what it refers to."""
+
+    length: int
+    pages: int
+    sinks: tuple[Tensor, Tensor] | None
+    tail: tuple[Tensor, Tensor] | None
+    tail_start: int
+
+
 class FoldedRows:
     """Keys and values of one layer for batch rows that hold equally many tokens.
 
@@ -240,13 +251,30 @@ class FoldedRows:
         held = dense.stop - start
         if not new:
             return
-        if self.tail is None:
+        stays = self.tail is not None and start == self.tail_start
+        if not stays:  # new storage, so that a `RowsState` still finds the old tail as it was
             capacity = self.page_size + self.window.recent + self.window.undo
             self.tail = (_room(dense.key, capacity), _room(dense.value, capacity))
-        first = held - new if start == self.tail_start else 0
+        assert self.tail is not None
+        first = held - new if stays else 0
         for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
             kept[:, :, first:held] = source[:, :, start + first - dense.start :]
         self.tail_start = start
+
+    # Going back
+
+    def state(self) -> "RowsState":
+        """What `restore` needs to forget all later tokens, without copies."""
+        return RowsState(self.length, self.keys.count, self.sinks, self.tail, self.tail_start)
+
+    def restore(self, state: "RowsState") -> None:
+        """Be as when `state` was taken; only appends may have happened since."""
+        if self.formats.folds_by_token:
+            self.crop(state.length)
+        else:
+            self.keys.truncate(state.pages)
+            self.values.truncate(state.pages)
+        self.length, self.sinks, self.tail, self.tail_start = state.length, state.sinks, state.tail, state.tail_start
 
     # Shrinking and rearranging
 

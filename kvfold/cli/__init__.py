@@ -6,6 +6,7 @@ import warnings
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvfold.cli.demo import demo
 from kvfold.cli.formats import formats
@@ -30,6 +31,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="transformers")
     try:
         app()
-    except (FileNotFoundError, OSError, TypeError, ValueError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except (OSError, ValueError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import DynamicCache
 
@@ -59,7 +60,7 @@ def demo(
             meters,
             progress=lambda n: progress.advance(task, n),
         )
-    values = sum(layer.keys.numel() + layer.values.numel() for layer in caches["dense"].layers)
+    values = folded[names[0]].report().values
     rows: list[dict[str, Any]] = []
     for name, cache in caches.items():
         with console.status(f"answering with {name}"):
@@ -103,6 +104,6 @@ def _print(rows: list[dict[str, Any]], model: str, question: str) -> None:
             f"{row['ratio_to_bf16']:.2f}", f"{row['ppl']:.3f}",
             "-" if row["format"] == "dense" else f"{row['kl_mean']:.4f}", f"{row['tokens_per_second']:.1f}",
         )  # fmt: skip
-        answers.add_row(row["format"], row["answer"])
+        answers.add_row(row["format"], escape(row["answer"]))
     console.print(answers)
     console.print(figures)

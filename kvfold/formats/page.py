@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels import ops
-from kvfold.quant.packing import TILE, Lanes, code_bytes, padded
+from kvfold.quant.packing import TILE, Lanes, padded
 from kvfold.quant.transforms import Transform
 
 
@@ -145,11 +145,6 @@ class PageForm:
         if pages.centre is not None:
             y = y + pages.centre.float().unsqueeze(-2)
         return self.transform.invert(y).flatten(-3, -2)[..., : pages.tokens, :]
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of one page's codes."""
-        return code_bytes(self.page_size, self.bits)
 
 
 def level_table(levels: dict[int, tuple[float, ...]], bits: tuple[int, ...]) -> Tensor:

@@ -23,12 +23,17 @@ class Transform:
     ----------
     matrix
         R, shape (D, D), float32.
-    inverse
-        R⁻¹, shape (D, D), float32; a view of `matrix` when R is orthogonal.
+    general_inverse
+        R⁻¹, shape (D, D), float32; None if R is orthogonal.
     """
 
     matrix: Tensor
-    inverse: Tensor
+    general_inverse: Tensor | None = None
+
+    @property
+    def inverse(self) -> Tensor:
+        """R⁻¹, shape (D, D), float32."""
+        return self.matrix.mT if self.general_inverse is None else self.general_inverse
 
     def apply(self, x: Tensor) -> Tensor:
         """R·x for every row of `x` (…, D)."""
@@ -90,12 +95,11 @@ _BUILDERS = {
 
 
 @lru_cache(maxsize=256)
-def orthogonal(kind: str, d: int, seed: int = 0, device: str = "cpu") -> Transform:
+def orthogonal(kind: str, d: int, seed: int = 0) -> Transform:
     """The orthogonal transform `kind` ("identity", "haar", "hadamard") of `d` coordinates.
 
-    One object a (kind, d, seed, device), shared by every layer that asks for it.
+    One object a (kind, d, seed), shared by every layer that asks for it.
     """
     if kind not in _BUILDERS:
         raise ValueError(f"transform = {kind!r}: choose one of {', '.join(sorted(_BUILDERS))}")
-    matrix = torch.from_numpy(_BUILDERS[kind](d, seed)).to(torch.float32).to(device)
-    return Transform(matrix=matrix, inverse=matrix.mT)
+    return Transform(torch.from_numpy(_BUILDERS[kind](d, seed)).to(torch.float32))

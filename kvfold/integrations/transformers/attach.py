@@ -1,16 +1,17 @@
 """Let a model's attention read folded caches."""
 
+import inspect
 import logging
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvfold.attention import attend, attend_dense
 from kvfold.integrations.transformers.cache import FoldedCache
-from kvfold.integrations.transformers.handle import appended_of
+from kvfold.integrations.transformers.handle import FoldedHandle, appended_of
 
 logger = logging.getLogger("kvfold")
 
@@ -37,21 +38,24 @@ def attach(model: PreTrainedModel) -> bool:
     """
     if hasattr(model, _STATE):
         return True
-    before = model.config._attn_implementation
+    decoder = model.get_decoder()
+    before = [(config, config._attn_implementation_internal) for config in _configs(decoder.config)]
     try:
-        model.set_attn_implementation(NAME)
+        decoder.set_attn_implementation(NAME)
     except ValueError as error:
         logger.warning("kvfold.attach: %s", error)
-    if model.get_decoder().config._attn_implementation != NAME:
+    if decoder.config._attn_implementation != NAME:
+        _restore(before)
         logger.warning(
             "%s has its own attention code, which cannot be replaced: it runs with a FoldedCache, but unfolds it "
-            "at every read", type(model).__name__,
-        )  # fmt: skip
+            "at every read",
+            type(model).__name__,
+        )
         return False
-    hooks = (
-        model.register_forward_pre_hook(_before_forward, with_kwargs=True),
-        model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
-    )
+    hooks = []
+    for module in {id(model): model, id(decoder): decoder}.values():
+        hooks.append(module.register_forward_pre_hook(_before_forward, with_kwargs=True))
+        hooks.append(module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
     setattr(model, _STATE, (before, hooks))
     return True
 
@@ -63,30 +67,48 @@ def detach(model: PreTrainedModel) -> None:
     before, hooks = getattr(model, _STATE)
     for hook in hooks:
         hook.remove()
-    model.set_attn_implementation(before)
+    _restore(before)
     delattr(model, _STATE)
 
 
-def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """`config` and the configs inside it."""
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(each for value in inner for each in _configs(value))]
+
+
+def _restore(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    for config, implementation in before:
+        config._attn_implementation_internal = implementation
+
+
+def _argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """An argument of `module.forward`, whether given by position or by name."""
+    if name in kwargs or not args:
+        return kwargs.get(name)
+    return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get(name)
+
+
+def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = _argument(module, args, kwargs, "past_key_values")
     if not isinstance(cache, FoldedCache):
         return
-    mine, theirs = cache.text_config, model.config.get_text_config(decoder=True)
+    mine, theirs = cache.text_config, module.config.get_text_config(decoder=True)
     if (mine.model_type, mine.num_hidden_layers) != (theirs.model_type, theirs.num_hidden_layers):
         raise ValueError(
             f"this cache was made for a {mine.model_type} config with {mine.num_hidden_layers} layers, the model is a "
             f"{theirs.model_type} with {theirs.num_hidden_layers}: make one with FoldedCache(model.config)"
         )
     cache.forward_pass.reads_folded = True
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
+    mask = _argument(module, args, kwargs, "attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and cache.awaits_rows:
         cache.set_padding(mask)
 
 
-def _after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = kwargs.get("past_key_values")
+def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _argument(module, args, kwargs, "past_key_values")
     if isinstance(cache, FoldedCache):
-        cache.forward_pass.reads_folded = False
+        cache.end_pass()
 
 
 def _attention(
@@ -102,8 +124,18 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function of every layer of an attached model."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    appended = appended_of(key)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    appended = appended_of(key, value)
+    if appended is None:
+        key, value = (x.to_unfolded() if isinstance(x, FoldedHandle) else x for x in (key, value))
+    if not causal and attention_mask is None and query.shape[2] > 1 and (appended or softcap or s_aux is not None):
+        raise ValueError("this model attends to later tokens without a mask, which folded attention does not do")
     if appended is not None:
+        if module.training:
+            raise ValueError(
+                "the model is in training mode, but no gradients flow through a folded cache: call model.eval()"
+            )
         if kwargs.get("position_bias") is not None:
             raise ValueError("this model adds position biases to its scores, which folded attention does not take")
         out = attend(query, appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)

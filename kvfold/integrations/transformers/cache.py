@@ -1,6 +1,7 @@
 """A transformers `Cache` whose full-attention layers are folded."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
     config
         The model's config.
     format
-        Name of a format for keys and values ("kvfold-4"), or of one each ("kvfold-4:turboquant-3");
-        `kvfold formats` lists them.
+        Name of a format for keys and values, or of one each ("kvfold-4:turboquant-3"); `kvfold formats`
+        lists them. "kvfold-4" if neither it nor a policy is given.
     policy
         Formats layer by layer, in the place of `format`.
     dense_dtype
@@ -55,41 +56,51 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: str = DEFAULT,
+        format: str | None = None,
         *,
         policy: Policy | None = None,
         dense_dtype: torch.dtype | None = None,
     ) -> None:
-        policy = policy or Policy(format)
+        if format is not None and policy is not None:
+            raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError("config is of an encoder-decoder model: FoldedCache folds decoder-only models")
         if dense_dtype is not None and not dense_dtype.is_floating_point:
             raise ValueError(f"dense_dtype = {dense_dtype}: give a floating-point dtype, or None")
+        policy = policy or Policy(format or DEFAULT)
         self.text_config = config.get_text_config(decoder=True)
         self.forward_pass = ForwardPass()
         layers = DynamicCache(config=config).layers
-        if getattr(self.text_config, "kv_lora_rank", None) is not None:
-            logger.warning(
-                "%s uses multi-head latent attention, whose cached latents are not folded yet: its cache stays dense",
-                self.text_config.model_type,
-            )
-            policy = Policy(policy.format, dense_first=len(layers))
         for i, layer in enumerate(layers):
             fmt = policy.format_of(i, len(layers))
-            if fmt is not None and type(layer) is DynamicLayer:
+            if fmt is not None and self._folds(layer, i):
                 shape = self._expected_shape(i)
                 if shape is not None:
                     get_formats(fmt, shape[1], shape[1])  # raises if it cannot take this head_dim
                 layers[i] = FoldedLayer(LayerCache(fmt, index=i, dense_dtype=dense_dtype), self.forward_pass)
+        if not any(isinstance(layer, FoldedLayer) for layer in layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+            logger.warning(
+                "no layer of this %s config folds (its layers are %s), so this cache is dense: sliding-window, linear "
+                "and latent attention are not folded",
+                self.text_config.model_type, kinds,
+            )  # fmt: skip
         super().__init__(layers=layers)
+        self._before: list[Callable[[], None]] | None = None
+        self._updated_last = len(layers)
+
+    def _folds(self, layer: object, index: int) -> bool:
+        """Whether a layer holds plain keys and values that grow with every token."""
+        latent = getattr(self.text_config, "kv_lora_rank", None) is not None
+        cross = getattr(self.text_config, "cross_attention_layers", None) or ()
+        return type(layer) is DynamicLayer and not latent and index not in cross
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Add tokens to layer `layer_idx`.
 
-        If that fails, layers that got this forward pass's tokens already forget them again, so that
-        all layers hold the same tokens.
+        If that fails, all layers forget this forward pass's tokens, so that they hold the same ones.
 
         Raises
         ------
@@ -100,18 +111,34 @@ class FoldedCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"layer_idx = {layer_idx}, but this cache was made for a config with {len(self.layers)} layers"
             )
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, FoldedLayer):
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        before = layer.folded.columns
+        if layer_idx <= self._updated_last:  # a new forward pass
+            self._before = [_undo(layer) for layer in self.layers]
+        self._updated_last = layer_idx
         try:
-            self._check_shape(key_states, layer_idx)
-            return layer.update(key_states, value_states, *args, **kwargs)
-        except (TypeError, ValueError):
-            for other in self.layers[:layer_idx]:
-                if isinstance(other, FoldedLayer) and other.folded.columns > before:
-                    other.crop(before - other.folded.columns)
+            if isinstance(self.layers[layer_idx], FoldedLayer):
+                self._check_shape(key_states, layer_idx)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException:
+            self._roll_back()
             raise
+
+    def end_pass(self) -> None:
+        """Called when a forward pass ends, however it does: forget its tokens if it broke between layers."""
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, FoldedLayer | DynamicLayer)}
+        if len(lengths) > 1:
+            self._roll_back()
+        self.forward_pass.reads_folded, self.forward_pass.padding = False, None
+        self._before, self._updated_last = None, len(self.layers)
+
+    def _roll_back(self) -> None:
+        for undo in self._before or ():
+            undo()
+        self._before, self._updated_last = None, len(self.layers)
+
+    @property
+    def awaits_rows(self) -> bool:
+        """Whether some row of the batch has not had its first token yet, so that padding matters."""
+        return any(layer.folded.awaits_rows for layer in self.layers if isinstance(layer, FoldedLayer))
 
     def set_padding(self, attention_mask: Tensor) -> None:
         """Tell which columns at the left of each row are padding, so that they are never folded.
@@ -133,7 +160,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         per_layer = getattr(config, "per_layer_config", None)
         config = per_layer[layer_idx] if per_layer is not None else config
         heads = getattr(config, "num_attention_heads", None)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads = getattr(config, "num_key_value_heads", None)
         hidden = getattr(config, "hidden_size", None)
         head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
         if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
@@ -168,7 +195,10 @@ class FoldedCache(Cache):  # type: ignore[misc]
         tables: list[object] = []
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
-                own = [(group.rows.sinks, group.rows.tail, *group.rows.pages()) for group in layer.folded.groups]
+                own = [
+                    (group.batch_rows, group.rows.sinks, group.rows.tail, *group.rows.pages())
+                    for group in layer.folded.groups
+                ]
                 tables.extend(group.rows.formats for group in layer.folded.groups)
                 name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
             else:
@@ -181,6 +211,25 @@ class FoldedCache(Cache):  # type: ignore[misc]
             held_bytes=self.held_bytes(),
             values=sum(row.values for row in rows),
         )
+
+
+def _undo(layer: Any) -> Callable[[], None]:
+    """A function that takes a layer back to what it holds now, when only `update` has been called since."""
+    if isinstance(layer, FoldedLayer):
+        state = layer.folded.state()
+        return lambda: layer.folded.restore(state)
+    if type(layer) is DynamicLayer:  # by its length: its old tensors are not to be kept alive
+        length = layer.get_seq_length()
+
+        def crop() -> None:
+            if length:
+                layer.crop(length - layer.get_seq_length())
+            else:
+                layer.reset()
+
+        return crop
+    attributes = dict(vars(layer))  # sliding windows: small, and replaced rather than written to
+    return lambda: vars(layer).update(attributes)
 
 
 def _dense_counts(layer: Any) -> tuple[int, int]:

@@ -1,8 +1,10 @@
 """What a folded layer hands to attention in the place of dense keys and values."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from kvfold.cache.layer import Appended
 
@@ -11,33 +13,43 @@ class FoldedHandle(Tensor):
     """Stands for keys or values that are folded: it has their shape, and no elements.
 
     transformers passes what `Cache.update` returns straight to the attention function, which takes
-    `appended` from it. A model whose own code computes with it instead cannot use folded attention;
-    it gets an error, never a wrong answer.
+    `appended` from it. If a model's own code computes with it first, it is unfolded there and then: the
+    answer is right, and `warn` is told.
     """
 
     appended: Appended
+    part: int
+    warn: Callable[[str], None]
 
     @staticmethod
-    def __new__(cls, appended: Appended, like: Tensor) -> "FoldedHandle":
+    def __new__(cls, appended: Appended, like: Tensor, part: int, warn: Callable[[str], None]) -> "FoldedHandle":
         shape = (*like.shape[:2], appended.layer.columns, like.shape[3])
         handle = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        handle.appended = appended
+        handle.appended, handle.part, handle.warn = appended, part, warn
         return handle
 
-    def __init__(self, appended: Appended, like: Tensor) -> None:
+    def __init__(self, appended: Appended, like: Tensor, part: int, warn: Callable[[str], None]) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FoldedHandle(shape={tuple(self.shape)}, layer={self.appended.layer.index})"
 
+    def to_unfolded(self) -> Tensor:
+        """The dense tensor that it stands for."""
+        self.warn(
+            "this model computes with cached keys or values before its attention function, so they are unfolded at "
+            "every step: answers are right, but it takes time and a dense copy of one layer"
+        )
+        return self.appended.layer.unfold(self.dtype)[self.part]
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"this model computes {func} with cached keys or values outside of its attention function, so it cannot "
-            "read a folded cache: call kvfold.detach(model) and the cache will be unfolded when it is read"
-        )
+        args, kwargs = tree_map_only(FoldedHandle, cls.to_unfolded, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def appended_of(key: Tensor) -> Appended | None:
-    """What a folded layer appended, or None if `key` is an ordinary tensor."""
-    return key.appended if isinstance(key, FoldedHandle) else None
+def appended_of(key: Tensor, value: Tensor) -> Appended | None:
+    """What a folded layer appended, if both are its handles as `update` returned them; else None."""
+    if isinstance(key, FoldedHandle) and isinstance(value, FoldedHandle) and (key.part, value.part) == (0, 1):
+        return key.appended
+    return None

@@ -66,11 +66,12 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.lazy_initialization(key_states, value_states)
         if self.forward_pass.reads_folded:
             appended = self.folded.append(key_states, value_states, self.forward_pass.padding)
-            return FoldedHandle(appended, key_states), FoldedHandle(appended, value_states)
+            warn = self.forward_pass.warn_once
+            return FoldedHandle(appended, key_states, 0, warn), FoldedHandle(appended, value_states, 1, warn)
         self.forward_pass.warn_once(
             "this model does not read the folded cache, so every step unfolds it into dense keys and values: "
-            "answers are right, but it takes time and a dense copy of one layer. kvfold.attach(model) avoids it "
-            "where the model's attention can be replaced."
+            "answers are right, but it takes time and a dense copy of one layer. kvfold.attach(model), where it can, "
+            "lets attention read it folded."
         )
         past = self.folded.unfold(key_states.dtype) if self.folded.columns else None
         self.folded.append(key_states, value_states, self.forward_pass.padding)
@@ -99,6 +100,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep."""
+        tokens_to_remove = int(tokens_to_remove)  # generation passes a tensor before transformers 5.20
         if tokens_to_remove == 0:
             return
         keep = tokens_to_remove if tokens_to_remove > 0 else max(self.folded.columns + tokens_to_remove, 0)
