@@ -71,7 +71,7 @@ def demo(
             {
                 "format": name,
                 "prompt_tokens": ids.shape[1],
-                "answer": said.text.strip(),
+                "answer": " ".join(said.text.split()),
                 "held_bytes": held,
                 "bits_per_value": 8 * held / values,
                 "ratio_to_bf16": 2 * values / held,
