@@ -19,6 +19,7 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
+	$(BIN)/kvfold eval
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/memory.py
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvfold.cli.demo import demo
+from kvfold.cli.eval import evaluate
 from kvfold.cli.formats import formats
 from kvfold.cli.generate import generate
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(generate)
+app.command("eval")(evaluate)
 app.command()(formats)
 
 

@@ -1,6 +1,15 @@
 """Evaluation: how close a folded cache stays to a dense one, on real text."""
 
 from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
+from kvfold.evaluate.quality import QualityRow, evaluate_formats, split_passages
 from kvfold.evaluate.text import standard_text
 
-__all__ = ["Fidelity", "FidelityMeter", "read_in_lockstep", "standard_text"]
+__all__ = [
+    "Fidelity",
+    "FidelityMeter",
+    "QualityRow",
+    "evaluate_formats",
+    "read_in_lockstep",
+    "split_passages",
+    "standard_text",
+]

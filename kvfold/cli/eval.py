@@ -1,0 +1,102 @@
+"""`kvfold eval`: what formats cost a model, on a text."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli.options import Json, Model, parse_dtype, token_progress
+from kvfold.evaluate import QualityRow, evaluate_formats, split_passages, standard_text
+from kvfold.evaluate.text import text_sha256
+from kvfold.formats import check_names
+from kvfold.integrations.models import load_model
+from kvfold.integrations.transformers import attach
+
+
+def evaluate(
+    model: Model = "smollm2",
+    formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
+        "kvfold-4,turboquant-8,turboquant-4,turboquant-3,turboquant-2"
+    ),
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
+    ] = None,
+    passage: Annotated[int, typer.Option(help="Tokens of each passage, read with a fresh cache.")] = 1_024,
+    passages: Annotated[int, typer.Option(help="How many passages, spread evenly over the text.")] = 4,
+    offsets: Annotated[
+        str | None, typer.Option(help="Where passages start, in tokens, separated by commas; instead of --passages.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Also print each layer's key and value error.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure formats on a text: perplexity, divergence from a dense cache, held bits, time.
+
+    Every prediction goes through the real cache and attention, so what is measured is what decoding token by token
+    reads. PPL is perplexity; KL the mean, and p99 the 99th percentile, of the divergence KL(dense || folded) a token,
+    in nats; top-1 the share of tokens where both predict the same; bits a value counts every byte held at the end of
+    a passage.
+    """
+    names = formats.split(",")
+    for name in names:
+        check_names(name)
+    weights = parse_dtype(dtype)
+    starts = _integers(offsets)
+    words = _read(text)
+    network, tokenizer = load_model(model, weights)
+    attach(network)
+    ids = tokenizer(words, return_tensors="pt").input_ids
+    parts = split_passages(ids, passage, passages, starts)
+    with token_progress() as progress:
+        task = progress.add_task("reading", total=sum(part.shape[1] for part in parts) * (1 + len(names)))
+        rows = evaluate_formats(network, parts, names, progress=lambda n: progress.advance(task, n))
+    if as_json:
+        about = {"model": model, "text_sha": text_sha256(words), "passage": passage}
+        print(json.dumps([row.to_json(**about) for row in rows], indent=2, ensure_ascii=False))
+        return
+    _print(rows, model, layers)
+
+
+def _read(path: Path | None) -> str:
+    if path is None:
+        return standard_text()
+    if not path.is_file():
+        raise FileNotFoundError(f"text = {str(path)!r}: there is no such file")
+    words = path.read_text(encoding="utf-8")
+    if not words.strip():
+        raise ValueError(f"text = {str(path)!r}: the file is empty")
+    return words
+
+
+def _integers(listed: str | None) -> list[int] | None:
+    if listed is None:
+        return None
+    try:
+        return [int(part) for part in listed.split(",")]
+    except ValueError:
+        raise ValueError(f"offsets = {listed!r}: give whole numbers separated by commas") from None
+
+
+def _print(rows: list[QualityRow], model: str, layers: bool) -> None:
+    console = Console()
+    table = Table(title=f"{model}: {rows[0].n_tokens:,} tokens, dense PPL {rows[0].ppl_dense:.3f}")
+    for column in ("format", "ΔPPL", "KL", "p99", "top-1", "bits/value", "seconds"):
+        table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.format, f"{row.delta_ppl_pct:+.2f} %", f"{row.kl_mean:.4f}", f"{row.kl_p99:.3f}", f"{row.top1:.3f}",
+            f"{row.bits_per_value:.2f}", f"{row.seconds:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    if not layers:
+        return
+    for row in rows:
+        each = Table(title=f"{row.format}: share of a layer's key and value energy that folding loses")
+        for column in ("layer", "keys", "values"):
+            each.add_column(column, justify="right")
+        for i, (key, value) in enumerate(zip(row.key_error, row.value_error, strict=True)):
+            each.add_row(str(i), f"{key:.2%}", f"{value:.2%}")
+        console.print(each)

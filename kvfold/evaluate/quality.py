@@ -1,0 +1,189 @@
+"""`kvfold eval`: what each format costs a model, on a text, through the real cache and attention."""
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import nan
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
+from kvfold.formats import get_formats
+from kvfold.integrations.transformers import FoldedCache
+from kvfold.integrations.transformers.layer import FoldedLayer
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """One format's figures.
+
+    Attributes
+    ----------
+    format
+        Its name.
+    n_tokens
+        Predicted tokens, over all passages.
+    ppl_dense, ppl, delta_ppl, delta_ppl_pct
+        Perplexity with a dense cache and with this one; the difference, and in percent.
+    kl_mean, kl_p99
+        Mean and 99th percentile of KL(dense ‖ folded) a token, in nats.
+    top1
+        Share of tokens where both predict the same next token.
+    bits_per_value, held_bytes
+        What the cache held at the end of the last passage, everything counted.
+    key_error, value_error
+        For each layer, ‖x − x̂‖²/‖x‖² of the dense cache's own keys and values when folded: the codec's
+        error alone, without what earlier layers' errors do to later ones. NaN for layers that stay dense.
+    seconds
+        Time that reading with this cache took.
+    """
+
+    format: str
+    n_tokens: int
+    ppl_dense: float
+    ppl: float
+    delta_ppl: float
+    delta_ppl_pct: float
+    kl_mean: float
+    kl_p99: float
+    top1: float
+    bits_per_value: float
+    held_bytes: int
+    key_error: tuple[float, ...]
+    value_error: tuple[float, ...]
+    seconds: float
+
+    def to_json(self, **about: Any) -> dict[str, Any]:
+        """A plain dict, with `about` (model, text, …) and the versions in use."""
+        return about | asdict(self) | {"versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Versions that a figure depends on."""
+    from importlib.metadata import version
+
+    return {
+        "kvfold": version("kvfold"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def split_passages(ids: Tensor, passage: int, count: int, offsets: Sequence[int] | None = None) -> list[Tensor]:
+    """Passages of a text.
+
+    Parameters
+    ----------
+    ids
+        Tokens of the text, (1, T).
+    passage
+        Tokens of each passage, at least 2.
+    count
+        How many passages, spread evenly over the text; as many as fit without overlap.
+    offsets
+        Where each starts, in the place of `count`.
+
+    Raises
+    ------
+    ValueError
+        If the text is shorter than a passage, or an offset leaves no room for one.
+    """
+    length = ids.shape[1]
+    if passage < 2:
+        raise ValueError(f"passage = {passage}: a passage has at least 2 tokens, as the first predicts the second")
+    if length < passage:
+        raise ValueError(f"the text has {length} tokens, fewer than a passage of {passage}: give a longer text")
+    if offsets is None:
+        if count < 1:
+            raise ValueError(f"passages = {count}: give at least 1")
+        count = min(count, length // passage)
+        offsets = [i * (length - passage) // max(count - 1, 1) for i in range(count)]
+    for offset in offsets:
+        if not 0 <= offset <= length - passage:
+            raise ValueError(
+                f"offset = {offset}: a passage of {passage} tokens fits from 0 to {length - passage} in {length} tokens"
+            )
+    return [ids[:, offset : offset + passage] for offset in offsets]
+
+
+@torch.no_grad()
+def evaluate_formats(
+    model: PreTrainedModel,
+    passages: Sequence[Tensor],
+    formats: Sequence[str],
+    *,
+    chunk: int = 256,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> list[QualityRow]:
+    """Read each passage with a fresh cache of each format, and a dense one beside.
+
+    Parameters
+    ----------
+    model
+        An attached model.
+    passages
+        Tokens, (1, T) each.
+    formats
+        Names, or keys:values.
+    chunk
+        Tokens of one forward pass; folded caches read the same whatever it is.
+    progress
+        Called with numbers of tokens read that add up to the passages' total times 1 + len(formats).
+    """
+    meters = {name: FidelityMeter() for name in ["dense", *formats]}
+    errors: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in formats}
+    folded: dict[str, FoldedCache] = {}
+    for ids in passages:
+        dense = DynamicCache(config=model.config)
+        folded = {name: FoldedCache(model.config, name) for name in formats}
+        read_in_lockstep(model, ids, dense, folded, meters, chunk=chunk, progress=progress)
+        for name, cache in folded.items():
+            errors[name].append(codec_errors(dense, cache))
+    reference = meters["dense"].result()
+    rows = []
+    for name, cache in folded.items():
+        result, report = meters[name].result(), cache.report()
+        key_error, value_error = (
+            tuple(torch.tensor([part[side] for part in errors[name]]).mean(0).tolist()) for side in (0, 1)
+        )
+        rows.append(
+            QualityRow(
+                format=name,
+                n_tokens=result.tokens,
+                ppl_dense=reference.ppl,
+                ppl=result.ppl,
+                delta_ppl=result.ppl - reference.ppl,
+                delta_ppl_pct=100 * (result.ppl / reference.ppl - 1),
+                kl_mean=result.kl_mean,
+                kl_p99=result.kl_p99,
+                top1=result.top1,
+                bits_per_value=report.bits_per_value,
+                held_bytes=report.held_bytes,
+                key_error=key_error,
+                value_error=value_error,
+                seconds=result.seconds,
+            )
+        )
+    return rows
+
+
+def codec_errors(dense: DynamicCache, folded: FoldedCache) -> tuple[list[float], list[float]]:
+    """‖x − x̂‖²/‖x‖² of each layer's dense keys and values under the formats of `folded`, sinks left out."""
+    errors: tuple[list[float], list[float]] = ([], [])
+    for own, layer in zip(dense.layers, folded.layers, strict=True):
+        if not isinstance(layer, FoldedLayer):
+            errors[0].append(nan)
+            errors[1].append(nan)
+            continue
+        pair = get_formats(layer.folded.format, own.keys.shape[-1], own.values.shape[-1])
+        for side, fmt, x in ((0, pair.keys, own.keys), (1, pair.values, own.values)):
+            x = x[:, :, pair.window.sinks :].float()
+            error = (fmt.unfold(fmt.fold(x)) - x).square().sum() / x.square().sum()
+            errors[side].append(error.item())
+    return errors

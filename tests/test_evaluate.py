@@ -1,0 +1,108 @@
+"""Evaluation: what is counted, and how passages are cut."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.evaluate import FidelityMeter, evaluate_formats, split_passages
+from kvfold.evaluate.quality import codec_errors
+from kvfold.evaluate.text import text_sha256
+
+
+def test_meter_against_the_definitions() -> None:
+    logits, dense = torch.randn(2, 50, 30, dtype=torch.float64)
+    targets = torch.randint(0, 30, (50,))
+    meter = FidelityMeter()
+    meter.add(logits[:20], dense[:20], targets[:20])
+    meter.add(logits[20:], dense[20:], targets[20:])
+    result = meter.result()
+    p, q = dense.softmax(-1), logits.softmax(-1)
+    kl = (p * (p / q).log()).sum(-1)
+    assert result.tokens == 50
+    assert result.ppl == pytest.approx(math.exp(-q[torch.arange(50), targets].log().mean()), rel=1e-5)
+    assert result.kl_mean == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert result.kl_p99 == pytest.approx(kl.quantile(0.99).item(), rel=1e-5)
+    assert result.top1 == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+
+
+def test_passages() -> None:
+    ids = torch.arange(1000).unsqueeze(0)
+    assert [p[0, 0].item() for p in split_passages(ids, 100, 4)] == [0, 300, 600, 900]
+    assert [p[0, 0].item() for p in split_passages(ids, 400, 4)] == [0, 600]  # no more than fit
+    assert [p[0, 0].item() for p in split_passages(ids, 1000, 4)] == [0]
+    assert [p.tolist() for p in split_passages(ids, 2, 1, offsets=[7, 998])] == [[[7, 8]], [[998, 999]]]
+    for arguments, message in (
+        ((ids, 1001, 1), "the text has 1000 tokens, fewer than a passage of 1001"),
+        ((ids, 1, 1), "passage = 1"),
+        ((ids, 10, 0), "passages = 0"),
+        ((ids, 100, 1, [901]), "offset = 901: a passage of 100 tokens fits from 0 to 900 in 1000 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            split_passages(*arguments)
+
+
+def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor) -> None:
+    """Figures agree with each other, do not depend on the chunk, and layer errors are those of the codec."""
+    model, _ = demo
+    passages = split_passages(text_ids, 300, 1, offsets=[5000])
+    seen = []
+    rows = evaluate_formats(model, passages, ["turboquant-4", "kvfold-4:turboquant-2"], progress=seen.append)
+    assert sum(seen) == 3 * 300
+    paper, mixed = rows
+    assert paper.n_tokens == 299
+    assert paper.delta_ppl == pytest.approx(paper.ppl - paper.ppl_dense)
+    assert paper.delta_ppl_pct == pytest.approx(100 * paper.delta_ppl / paper.ppl_dense)
+    assert len(paper.key_error) == 30
+    for error in (*paper.key_error, *paper.value_error):
+        assert error == pytest.approx(0.00913, rel=0.2)
+    assert max(mixed.key_error) < 0.0095  # around a centre
+    assert min(mixed.value_error) > 0.09  # two bits
+    (again,) = evaluate_formats(model, passages, ["turboquant-4"], chunk=77)
+    # Rounding differs with the chunk and pushes a few codes over: another draw of the same noise.
+    assert again.kl_mean == pytest.approx(paper.kl_mean, rel=0.25)
+    row = paper.to_json(model="smollm2", text_sha=text_sha256("x"))
+    expected = (
+        "model text_sha n_tokens format ppl_dense ppl delta_ppl delta_ppl_pct kl_mean kl_p99 top1 bits_per_value "
+        "held_bytes seconds versions"
+    )
+    assert set(expected.split()) <= set(json.loads(json.dumps(row)))
+
+
+def test_layers_that_stay_dense_have_no_error() -> None:
+    from conftest import tiny_model
+
+    model = tiny_model("gemma3")
+    kvfold.attach(model)
+    dense, folded = DynamicCache(config=model.config), kvfold.FoldedCache(model.config, "turboquant-4")
+    for cache in (dense, folded):
+        model(torch.arange(3, 203).unsqueeze(0), past_key_values=cache)
+    keys, values = codec_errors(dense, folded)
+    for error in (keys, values):
+        assert [math.isnan(e) for e in error] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (" \n", (), "the file is empty"),
+        ("A few words.", (), "fewer than a passage of 1024"),
+        (None, ("--offsets", "0,x"), "offsets = '0,x': give whole numbers"),
+        (None, ("--formats", "kvfold-4,nope"), "'nope' is not known"),
+    ],
+)
+def test_errors(tmp_path: Path, content: str | None, arguments: tuple[str, ...], message: str) -> None:
+    from test_cli import _kvfold
+
+    if content is not None:
+        (tmp_path / "text.txt").write_text(content, encoding="utf-8")
+        arguments = (*arguments, "--text", str(tmp_path / "text.txt"))
+    run = _kvfold("eval", *arguments)
+    assert run.returncode == 1
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
