@@ -388,6 +388,23 @@ class TestOtherModels:
         assert sum("before its attention function" in r.message for r in caplog.records) == 1
         assert len(caplog.records) == len({r.message for r in caplog.records})
 
+    def test_layers_that_do_not_see_the_text(self, random_ids: Ids) -> None:
+        """Mllama's cross-attention layers hold an image, or nothing, while the others grow."""
+        torch.manual_seed(0)
+        config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
+            vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, cross_attention_layers=[1],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = transformers.MllamaForCausalLM(config).eval()
+        kvfold.attach(model)
+        cache = FoldedCache(config, "turboquant-8")
+        ids = random_ids(1, 100)
+        logits = _logits(model, ids, cache, [80] + [1] * 20)
+        torch.testing.assert_close(logits, _logits(model, ids, DynamicCache(config=config)), atol=0.02, rtol=0.02)
+        assert [layer.get_seq_length() for layer in cache.layers] == [100, 0, 100]
+
     def test_one_head_by_another_name(self, random_ids: Ids) -> None:
         """Falcon's multi-query attention does not call its one KV head num_key_value_heads."""
         torch.manual_seed(0)

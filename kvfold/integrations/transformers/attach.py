@@ -108,7 +108,7 @@ def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache = _argument(module, args, kwargs, "past_key_values")
     if isinstance(cache, FoldedCache):
-        cache.end_pass()
+        cache.end_pass(broken=output is None)  # a hook that is always called gets None after an exception
 
 
 def _attention(

@@ -122,10 +122,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self._roll_back()
             raise
 
-    def end_pass(self) -> None:
-        """Called when a forward pass ends, however it does: forget its tokens if it broke between layers."""
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, FoldedLayer | DynamicLayer)}
-        if len(lengths) > 1:
+    def end_pass(self, broken: bool) -> None:
+        """Called when an attached model's forward pass ends; if it broke, all layers forget its tokens."""
+        if broken:
             self._roll_back()
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self._before, self._updated_last = None, len(self.layers)

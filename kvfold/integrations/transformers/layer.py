@@ -55,15 +55,13 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.forward_pass = forward_pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: storage is made when tokens come."""
-        self.is_initialized = True
+        """Nothing: `is_initialized` would promise dense `keys` and `values` to whoever looks at them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append tokens; return handles for folded attention, or else dense keys and values.
 
         Dense ones are made of the unfolded past and this call's own tokens as they are.
         """
-        self.lazy_initialization(key_states, value_states)
         if self.forward_pass.reads_folded:
             appended = self.folded.append(key_states, value_states, self.forward_pass.padding)
             warn = self.forward_pass.warn_once
@@ -96,7 +94,6 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything."""
         self.folded.clear()
-        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep."""
