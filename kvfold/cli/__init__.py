@@ -12,6 +12,7 @@ from kvfold.cli.demo import demo
 from kvfold.cli.eval import evaluate
 from kvfold.cli.formats import formats
 from kvfold.cli.generate import generate
+from kvfold.cli.plan import plan_command
 
 app = typer.Typer(
     name="kvfold",
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command("plan")(plan_command)
 app.command()(formats)
 
 

