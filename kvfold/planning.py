@@ -185,8 +185,9 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, dense_byt
             pair = get_formats(format, layer.key_dim, layer.value_dim)
             total += layer.kv_heads * _folded_bytes(pair, tokens, itemsize) + 8  # and the row's index
             for form in (pair.keys.form, pair.values.form):
-                for tensor in (form.lut, form.transform.matrix):
-                    tables[id(tensor)] = tensor.nbytes
+                for tensor in (form.lut, form.transform.matrix, form.transform.general_inverse):
+                    if tensor is not None:
+                        tables[id(tensor)] = tensor.nbytes
         else:
             held = min(tokens, layer.window - 1) if layer.kind == "sliding" else tokens
             total += held * layer.values_per_token * itemsize

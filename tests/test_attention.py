@@ -91,7 +91,18 @@ def test_equals_dense_attention_over_the_unfolded_cache(format: str, head_dim: i
     _check(format, head_dim, repeat)
 
 
-@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4", "kvfold-4:turboquant-2"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "kvfold-4",
+        "turboquant-3",
+        "turboquant-4:kvfold-4",
+        "kvfold-4:turboquant-2",
+        "turboquant-4+qjl:kvfold-3+sign",
+        "float16:turboquant-3",
+        "kvfold-4@128",
+    ],
+)
 class TestOptions:
     def test_soft_cap(self, format: str) -> None:
         _check(format, 64, 3, softcap=5.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.cache.layer import Appended
 from kvfold.cache.rows import DenseSpan, FoldedRows
-from kvfold.formats.page import PageForm, Pages
+from kvfold.formats.page import PageForm, Pages, add_first
 
 PAGE_BLOCK = 16
 """Pages that are unpacked at a time."""
@@ -117,7 +117,7 @@ def attend_rows(
             folded_until=rows.folded_until(t, dense_start),
             mask=None if mask is None else _to_groups(mask[:, :, block], kv_heads),
             softcap=softcap,
-            state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.value_dim, q),
+            state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.values.form.code_dim, rows.value_dim, q),
         )
         sinks = rows.sink_span()
         if sinks is not None:
@@ -147,12 +147,14 @@ class _OnlineSoftmax:
     plain: Tensor
 
     @classmethod
-    def empty(cls, batch: int, kv_heads: int, repeat: int, n: int, dim: int, like: Tensor) -> "_OnlineSoftmax":
+    def empty(
+        cls, batch: int, kv_heads: int, repeat: int, n: int, code_dim: int, dim: int, like: Tensor
+    ) -> "_OnlineSoftmax":
         shape = (batch, kv_heads, repeat, n)
         return cls(
             maximum=like.new_full((*shape, 1), -torch.inf),
             total=like.new_zeros(*shape, 1),
-            rotated=like.new_zeros(*shape, dim),
+            rotated=like.new_zeros(*shape, code_dim),
             plain=like.new_zeros(*shape, dim),
         )
 
@@ -271,14 +273,16 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     scale = pages.scale.to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, G)
     offset = None if pages.offset is None else pages.offset.to(q.dtype).flatten(2, 3)
     scores: Tensor | float = 0.0
-    for g, channels in enumerate(_channel_groups(form.head_dim, scale.shape[-1])):
+    for g, channels in enumerate(_channel_groups(form.code_dim, scale.shape[-1])):
         q_g = q[..., channels]
         scores = scores + _grouped(q_g, levels[..., channels].mT) * _beside_queries(scale[..., g])
         if offset is not None:
             scores = scores + q_g.sum(-1, keepdim=True) * _beside_queries(offset[..., g])
     assert isinstance(scores, Tensor)
     if pages.centre is not None:
-        centre = _grouped(q, pages.centre.to(q.dtype).mT)  # (batch, kv_heads, repeat, n, N)
+        centre = _grouped(
+            q[..., : pages.centre.shape[-1]], pages.centre.to(q.dtype).mT
+        )  # (batch, kv_heads, repeat, n, N)
         scores = scores + centre.repeat_interleave(form.page_size, dim=-1)
     return scores
 
@@ -302,7 +306,7 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     scale = pages.scale.to(p.dtype).flatten(2, 3)
     offset = None if pages.offset is None else pages.offset.to(p.dtype).flatten(2, 3)
     parts = []
-    for g, channels in enumerate(_channel_groups(form.head_dim, scale.shape[-1])):
+    for g, channels in enumerate(_channel_groups(form.code_dim, scale.shape[-1])):
         part = _grouped(p * _beside_queries(scale[..., g]), levels[..., channels])
         if offset is not None:
             part = part + (p * _beside_queries(offset[..., g])).sum(-1, keepdim=True)
@@ -310,12 +314,12 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     out = torch.cat(parts, dim=-1)
     if pages.centre is not None:
         page_weight = p.unflatten(-1, (-1, form.page_size)).sum(-1)
-        out = out + _grouped(page_weight, pages.centre.to(p.dtype))
+        out = add_first(out, _grouped(page_weight, pages.centre.to(p.dtype)))
     return out
 
 
-def _channel_groups(head_dim: int, groups: int) -> Iterator[slice]:
-    width = head_dim // groups
+def _channel_groups(code_dim: int, groups: int) -> Iterator[slice]:
+    width = code_dim // groups
     return (slice(g * width, (g + 1) * width) for g in range(groups))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.rows import DenseSpan, FoldedRows, RowsState
-from kvfold.formats import FormatPair, get_formats
+from kvfold.formats import FormatPair, Window, get_formats
 
 
 @dataclass(eq=False)
@@ -82,12 +82,17 @@ class LayerCache:
         The layer's number, for messages.
     dense_dtype
         dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
+    window
+        What stays dense; None: what the formats say.
     """
 
-    def __init__(self, format: str, index: int = 0, dense_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, format: str, index: int = 0, dense_dtype: torch.dtype | None = None, window: Window | None = None
+    ) -> None:
         self.format = format
         self.index = index
         self.dense_dtype = dense_dtype
+        self.window = window
         self.clear()
 
     def clear(self) -> None:
@@ -126,7 +131,7 @@ class LayerCache:
             skipped = [min(max(columns - self.columns, 0), n) for columns in padding]
         key, value = self._as_stored(key, "key", skipped), self._as_stored(value, "value", skipped)
         if self._formats is None:
-            self._formats = get_formats(self.format, key.shape[-1], value.shape[-1])
+            self._formats = get_formats(self.format, key.shape[-1], value.shape[-1], self.window)
         groups = self.groups + (self._starting(padding, n, key) if padding is not None and self.awaits_rows else [])
 
         try:

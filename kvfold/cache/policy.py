@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfold.formats import check_names
+from kvfold.formats import Window, check_names
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,16 @@ class Policy:
         How many layers at the start and the end of the model stay dense.
     exceptions
         Formats of single layers, (layer index, format) pairs; "dense" keeps a layer dense.
+    window
+        What stays dense in folded layers, in the place of what their formats say; tokens then fold by
+        whole pages.
     """
 
     format: str
     dense_first: int = 0
     dense_last: int = 0
     exceptions: Sequence[tuple[int, str]] = ()
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         check_names(self.format)

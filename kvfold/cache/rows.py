@@ -15,7 +15,6 @@ from kvfold.cache.store import PageStore
 from kvfold.formats import Format, FormatPair
 from kvfold.formats.base import pad_tokens, require_finite
 from kvfold.formats.page import Pages
-from kvfold.kernels import ops
 
 
 @dataclass(eq=False)
@@ -315,14 +314,7 @@ class FoldedRows:
         for store in (self.keys, self.values):
             store.truncate(-(-kept // self.page_size))
             if part:
-                last = store.pages(whole, whole + 1)
-                form = store.form
-                code = ops.unpack(last.code, form.page_size, form.head_dim, list(form.bits), form.lanes)
-                code[..., part:, :] = 0
-                last.scale[..., part:, :] = 0
-                if last.offset is not None:
-                    last.offset[..., part:, :] = 0
-                last.code.copy_(ops.pack(code, list(form.bits), form.lanes))
+                store.form.clear(store.pages(whole, whole + 1), part)
 
     def _reopen(self, page: int, tokens: int) -> None:
         """Make the first `tokens` tokens of `page` the tail."""

@@ -17,7 +17,8 @@ def formats(
     """List the formats: bits, bytes of a vector, what stays dense, what it is and from where.
 
     Any of these names goes wherever a format is asked for; keys:values, such as kvfold-4:turboquant-3, gives
-    keys and values one each.
+    keys and values one each. Other bits (1 to 8), residuals and page sizes are named the same way:
+    kvfold-3, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
     """
     rows = []
     for name in FORMATS:

@@ -1,17 +1,23 @@
 """Formats by name."""
 
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from kvfold.formats.base import Format, Window
 from kvfold.formats.centred import Centred
+from kvfold.formats.corrected import Corrected
+from kvfold.formats.float16 import Float16
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.turboquant import TurboQuant
-from kvfold.quant.packing import Lanes
+from kvfold.quant.packing import TILE, Lanes
+from kvfold.quant.residuals import RESIDUALS
 
 __all__ = [
+    "FAMILIES",
     "FORMATS",
+    "GRAMMAR",
     "Format",
     "FormatPair",
     "PageForm",
@@ -24,14 +30,16 @@ __all__ = [
 
 DEFAULT = "kvfold-4"
 
-FORMATS: dict[str, tuple[Callable[..., Format], int]] = {
-    "kvfold-4": (Centred, 4),
-    "turboquant-8": (TurboQuant, 8),
-    "turboquant-4": (TurboQuant, 4),
-    "turboquant-3": (TurboQuant, 3),
-    "turboquant-2": (TurboQuant, 2),
-}
-"""Every format: its class and its bits."""
+FAMILIES: dict[str, type[Format]] = {"kvfold": Centred, "turboquant": TurboQuant}
+"""Formats that take 1 to 8 bits: kvfold-4, turboquant-3, …"""
+
+FORMATS = ("kvfold-4", "turboquant-8", "turboquant-4", "turboquant-3", "turboquant-2", "float16")
+"""The names to choose from first; `GRAMMAR` has them all."""
+
+GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
+"""kvfold-4, turboquant-3+qjl (one of the 3 bits for signs of the remainder), kvfold-4@128 (pages of 128 tokens)."""
+
+_NAME = re.compile(r"(?:([a-z]+)-(\d+)(?:\+([a-z]+))?|float16)(?:@(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -43,15 +51,19 @@ class FormatPair:
 
     keys: Format
     values: Format
+    own_window: Window | None = None
+    """A window in the place of the formats' own; tokens then fold by whole pages."""
 
     @property
     def window(self) -> Window:
+        if self.own_window is not None:
+            return self.own_window
         k, v = self.keys.window, self.values.window
         return Window(max(k.sinks, v.sinks), max(k.recent, v.recent), max(k.undo, v.undo))
 
     @property
     def folds_by_token(self) -> bool:
-        return self.keys.folds_by_token and self.values.folds_by_token
+        return self.own_window is None and self.keys.folds_by_token and self.values.folds_by_token
 
 
 @cache
@@ -61,7 +73,7 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
     Parameters
     ----------
     name
-        One of `FORMATS`.
+        One of `FORMATS`, or any other of `GRAMMAR`.
     head_dim
         D, a multiple of 8 from 8 to 1,024.
     lanes
@@ -72,19 +84,24 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
     ValueError
         If no format has that name, or it cannot take that `head_dim`.
     """
-    check_names(name)
     if ":" in name:
         raise ValueError(f"name = {name!r} is a pair of formats: get_format takes one, get_formats takes pairs")
-    build, bits = FORMATS[name]
-    return build(head_dim=head_dim, bits=bits, lanes=lanes)
+    family, bits, residual, page_size = _parse(name)
+    shape: dict[str, Any] = {"head_dim": head_dim, "lanes": lanes}
+    if page_size is not None:
+        shape["page_size"] = page_size
+    if family is None:
+        return Float16(**shape)
+    if residual is None:
+        return FAMILIES[family](bits=bits, **shape)
+    return Corrected.of(FAMILIES[family](bits=bits - 1, **shape), residual)
 
 
-def get_formats(names: str, key_dim: int, value_dim: int) -> FormatPair:
+def get_formats(names: str, key_dim: int, value_dim: int, window: Window | None = None) -> FormatPair:
     """Formats of keys and values from "both" or "keys:values", such as "kvfold-4:turboquant-3"."""
     keys, values = check_names(names)
     return FormatPair(
-        get_format(keys, key_dim, lanes="tokens"),
-        get_format(values, value_dim, lanes="channels"),
+        get_format(keys, key_dim, lanes="tokens"), get_format(values, value_dim, lanes="channels"), window
     )
 
 
@@ -93,7 +110,26 @@ def check_names(names: str) -> tuple[str, str]:
     parts = names.split(":")
     if len(parts) > 2:
         raise ValueError(f"format = {names!r}: write one name for both, or keys:values")
-    for part in parts:
-        if part not in FORMATS:
-            raise ValueError(f"format = {part!r} is not known: choose one of {', '.join(FORMATS)}, or keys:values")
+    pages = {_parse(part)[3] for part in parts}
+    if len(pages) > 1:
+        raise ValueError(f"format = {names!r}: keys and values share pages, so both name the same page size, or none")
     return parts[0], parts[-1]
+
+
+def _parse(name: str) -> tuple[str | None, int, str | None, int | None]:
+    """Family (None for float16), bits, residual and page size of a format's name."""
+    match = _NAME.fullmatch(name)
+    if match is None or (match[1] is not None and match[1] not in FAMILIES):
+        raise ValueError(
+            f"format = {name!r} is not known: choose one of {', '.join(FORMATS)}, any {GRAMMAR}, or keys:values"
+        )
+    family, bits, residual = match[1], int(match[2] or 16), match[3]
+    if family is not None and not 1 + (residual is not None) <= bits <= 8:
+        least = "2 (a residual takes one of them)" if residual is not None else "1"
+        raise ValueError(f"format = {name!r}: bits go from {least} to 8")
+    if residual is not None and residual not in RESIDUALS:
+        raise ValueError(f"format = {name!r}: the residual is one of {', '.join(RESIDUALS)}")
+    page_size = None if match[4] is None else int(match[4])
+    if page_size is not None and (page_size < TILE or page_size % TILE):
+        raise ValueError(f"format = {name!r}: a page is a multiple of {TILE} tokens")
+    return family, bits, residual, page_size

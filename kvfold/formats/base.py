@@ -65,10 +65,8 @@ class Format(ABC):
     """One line: what it is."""
     source: ClassVar[str]
     """Where it comes from."""
-    window: ClassVar[Window] = Window()
-    """What stays dense."""
-    folds_by_token: ClassVar[bool] = True
-    """Whether a token folds by itself, on arrival; otherwise a page folds when it is full."""
+    bit_range: ClassVar[tuple[int, int]] = (1, 8)
+    """Fewest and most bits of a code."""
 
     def __post_init__(self) -> None:
         if self.head_dim % 8 or not 8 <= self.head_dim <= MAX_HEAD_DIM:
@@ -76,10 +74,21 @@ class Format(ABC):
                 f"head_dim = {self.head_dim}: {type(self).__name__} folds head dimensions "
                 f"that are multiples of 8 from 8 to {MAX_HEAD_DIM}"
             )
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits = {self.bits}: a code has 1 to 8 bits")
+        fewest, most = self.bit_range
+        if not fewest <= self.bits <= most:
+            raise ValueError(f"bits = {self.bits}: a code has {fewest} to {most} bits")
         if self.page_size < TILE or self.page_size % TILE:
             raise ValueError(f"page_size = {self.page_size}: a page is a multiple of {TILE} tokens")
+
+    @property
+    def window(self) -> Window:
+        """What stays dense."""
+        return Window()
+
+    @property
+    def folds_by_token(self) -> bool:
+        """Whether a token folds by itself, on arrival; otherwise a page folds when it is full."""
+        return True
 
     @cached_property
     @abstractmethod

@@ -27,8 +27,14 @@ class Centred(Format):
 
     summary = "Lloyd–Max codes around each page's centre, Hadamard rotation, exact norms"
     source = "kvfold, after arXiv 2504.19874"
-    window = Window(sinks=16, recent=16, undo=24)
-    folds_by_token = False
+
+    @property
+    def window(self) -> Window:
+        return Window(sinks=16, recent=16, undo=24)
+
+    @property
+    def folds_by_token(self) -> bool:
+        return False
 
     @cached_property
     def form(self) -> PageForm:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.kernels import ops
 from kvfold.quant.packing import TILE, Lanes, padded
@@ -97,19 +98,19 @@ class PageForm:
 
     Attributes
     ----------
-    head_dim, page_size
-        D and P.
+    code_dim, page_size
+        Channels of a code (D, or more where a residual adds its own), and P.
     bits
-        Bits of each group of 16 channels, ⌈D/16⌉ entries.
+        Bits of each group of 16 channels, ⌈code_dim/16⌉ entries.
     lut
-        Levels of each channel group: float32, (⌈D/16⌉, levels).
+        Levels of each channel group: float32, (⌈code_dim/16⌉, levels).
     transform
-        R.
+        R, from D to `code_dim` coordinates.
     lanes
         "tokens" for keys, "channels" for values: see `kvfold.quant.packing`.
     """
 
-    head_dim: int
+    code_dim: int
     page_size: int
     bits: tuple[int, ...]
     lut: Tensor
@@ -130,10 +131,31 @@ class PageForm:
     def levels(self, pages: Pages) -> Tensor:
         """S ⊙ lut[code]: float32, (…, N, P, D). The only place where codes are looked up."""
         lut = self.lut.to(pages.code.device)
-        levels = ops.unpack_levels(pages.code, lut, self.page_size, self.head_dim, list(self.bits), self.lanes)
+        levels = ops.unpack_levels(pages.code, lut, self.page_size, self.code_dim, list(self.bits), self.lanes)
         if pages.channel_scale is not None:
             levels = levels * pages.channel_scale.float().unsqueeze(-2)
         return levels
+
+    def coordinates(self, tokens: TokenCodes) -> Tensor:
+        """z + a + s · S ⊙ lut[code] of tokens that are not packed yet: float32, (…, P, code_dim)."""
+        group = torch.arange(self.code_dim, device=tokens.code.device) // TILE
+        y = self.lut.to(tokens.code.device)[group, tokens.code.long()]
+        if tokens.channel_scale is not None:
+            y = y * tokens.channel_scale.float().unsqueeze(-2)
+        y = y.unflatten(-1, (tokens.scale.shape[-1], -1)) * tokens.scale.float().unsqueeze(-1)
+        if tokens.offset is not None:
+            y = y + tokens.offset.float().unsqueeze(-1)
+        y = y.flatten(-2)
+        return y if tokens.centre is None else add_first(y, tokens.centre.float().unsqueeze(-2))
+
+    def clear(self, pages: Pages, slot: int) -> None:
+        """Make slots from `slot` on of each page read as nothing, in place."""
+        code = ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes)
+        code[..., slot:, :] = 0
+        pages.code.copy_(ops.pack(code, list(self.bits), self.lanes))
+        for per_token in (pages.scale, pages.offset):
+            if per_token is not None:
+                per_token[..., slot:, :] = 0
 
     def unfold(self, pages: Pages) -> Tensor:
         """x̂ of every token: float32, (…, tokens, D)."""
@@ -143,8 +165,13 @@ class PageForm:
             y = y + pages.offset.float().unsqueeze(-1)
         y = y.flatten(-2)
         if pages.centre is not None:
-            y = y + pages.centre.float().unsqueeze(-2)
+            y = add_first(y, pages.centre.float().unsqueeze(-2))
         return self.transform.invert(y).flatten(-3, -2)[..., : pages.tokens, :]
+
+
+def add_first(y: Tensor, centre: Tensor) -> Tensor:
+    """`y` with `centre` added to its first channels: a residual's channels have no centre."""
+    return y + pad(centre, (0, y.shape[-1] - centre.shape[-1]))
 
 
 def level_table(levels: dict[int, tuple[float, ...]], bits: tuple[int, ...]) -> Tensor:

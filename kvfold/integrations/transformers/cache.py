@@ -77,8 +77,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 shape = self._expected_shape(i)
                 if shape is not None:
                     get_formats(fmt, shape[1], shape[1])  # raises if it cannot take this head_dim
-                layers[i] = FoldedLayer(LayerCache(fmt, index=i, dense_dtype=dense_dtype), self.forward_pass)
-        if not any(isinstance(layer, FoldedLayer) for layer in layers):
+                layers[i] = FoldedLayer(LayerCache(fmt, i, dense_dtype, policy.window), self.forward_pass)
+        wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
+        if wanted and not any(isinstance(layer, FoldedLayer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             logger.warning(
                 "no layer of this %s config folds (its layers are %s), so this cache is dense: sliding-window, linear "

@@ -1,0 +1,56 @@
+"""No codes at all: one side of a pair left dense."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvfold.formats.base import Format
+from kvfold.formats.page import PageForm, Pages, TokenCodes
+from kvfold.quant.transforms import orthogonal
+
+LARGEST = 2.0**15
+
+
+class DenseForm(PageForm):
+    """Pages whose "codes" are float16 numbers."""
+
+    def pack(self, tokens: TokenCodes) -> Pages:
+        return Pages(code=tokens.code, scale=tokens.scale, tokens=tokens.code.shape[-3] * self.page_size)
+
+    def levels(self, pages: Pages) -> Tensor:
+        return pages.code.float()
+
+    def coordinates(self, tokens: TokenCodes) -> Tensor:
+        return tokens.code.float() * tokens.scale.float()
+
+    def clear(self, pages: Pages, slot: int) -> None:
+        pages.code[..., slot:, :] = 0
+        pages.scale[..., slot:, :] = 0
+
+
+@dataclass(frozen=True)
+class Float16(Format):
+    """x as float16 in pages, neither rotated nor coded.
+
+    For keys or values that are to stay dense beside folded ones (`float16:turboquant-3`), and, for both, to
+    tell whether a fault lies in codes or in what carries them. A vector's scale is a power of two, 1 unless
+    the vector leaves float16's range.
+    """
+
+    bits: int = 16
+
+    summary = "Not folded: float16 numbers in pages"
+    source = "kvfold"
+    bit_range = (16, 16)
+
+    @cached_property
+    def form(self) -> PageForm:
+        identity = orthogonal("identity", self.head_dim)
+        return DenseForm(self.head_dim, self.page_size, (), torch.zeros(0, 0), identity, self.lanes)
+
+    def encode(self, x: Tensor) -> TokenCodes:
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = torch.exp2((largest / LARGEST).clamp_min(1).log2().ceil())
+        return TokenCodes(code=(x / scale).half(), scale=scale.half())
