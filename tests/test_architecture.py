@@ -17,7 +17,7 @@ ALLOWED = {
     "cache": {"quant", "kernels", "formats"},
     "attention": {"quant", "kernels", "formats", "cache"},
     "integrations": {"formats", "cache", "attention"},
-    "evaluate": {"formats", "cache", "attention", "integrations"},
+    "evaluate": {"quant", "kernels", "formats", "cache", "attention", "integrations", "planning"},
     "planning": {"formats"},
     "cli": {"formats", "cache", "integrations", "evaluate", "planning"},
 }

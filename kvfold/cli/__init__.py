@@ -8,11 +8,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from kvfold.cli.compare import compare
 from kvfold.cli.demo import demo
 from kvfold.cli.eval import evaluate
 from kvfold.cli.formats import formats
 from kvfold.cli.generate import generate
 from kvfold.cli.plan import plan_command
+from kvfold.cli.report import report
+from kvfold.cli.sweep import sweep
+from kvfold.cli.tasks import tasks
 
 app = typer.Typer(
     name="kvfold",
@@ -24,6 +28,10 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command()(sweep)
+app.command()(tasks)
+app.command()(compare)
+app.command()(report)
 app.command("plan")(plan_command)
 app.command()(formats)
 

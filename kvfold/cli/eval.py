@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, parse_dtype, token_progress
-from kvfold.evaluate import QualityRow, evaluate_formats, split_passages, standard_text
+from kvfold.cli.options import Json, Model, listed_integers, parse_dtype, read_text, token_progress
+from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
 from kvfold.evaluate.text import text_sha256
 from kvfold.formats import check_names
 from kvfold.integrations.models import load_model
@@ -44,8 +44,8 @@ def evaluate(
     for name in names:
         check_names(name)
     weights = parse_dtype(dtype)
-    starts = _integers(offsets)
-    words = _read(text)
+    starts = None if offsets is None else listed_integers("offsets", offsets)
+    words = read_text(text)
     network, tokenizer = load_model(model, weights)
     attach(network)
     ids = tokenizer(words, return_tensors="pt").input_ids
@@ -58,26 +58,6 @@ def evaluate(
         print(json.dumps([row.to_json(**about) for row in rows], indent=2, ensure_ascii=False))
         return
     _print(rows, model, layers)
-
-
-def _read(path: Path | None) -> str:
-    if path is None:
-        return standard_text()
-    if not path.is_file():
-        raise FileNotFoundError(f"text = {str(path)!r}: there is no such file")
-    words = path.read_text(encoding="utf-8")
-    if not words.strip():
-        raise ValueError(f"text = {str(path)!r}: the file is empty")
-    return words
-
-
-def _integers(listed: str | None) -> list[int] | None:
-    if listed is None:
-        return None
-    try:
-        return [int(part) for part in listed.split(",")]
-    except ValueError:
-        raise ValueError(f"offsets = {listed!r}: give whole numbers separated by commas") from None
 
 
 def _print(rows: list[QualityRow], model: str, layers: bool) -> None:

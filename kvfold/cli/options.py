@@ -1,11 +1,14 @@
 """Options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvfold.evaluate.text import standard_text
 
 Model = Annotated[
     str, typer.Option(help="smollm2 (packaged), a folder with weights or one GGUF file, or a name on a hub.")
@@ -30,3 +33,28 @@ def token_progress() -> Progress:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
         TimeRemainingColumn(), console=Console(stderr=True), transient=True,
     )  # fmt: skip
+
+
+def read_text(path: Path | None) -> str:
+    """The text of a file; Python's own reference text if none is named."""
+    if path is None:
+        return standard_text()
+    if not path.is_file():
+        raise FileNotFoundError(f"text = {str(path)!r}: there is no such file")
+    words = path.read_text(encoding="utf-8")
+    if not words.strip():
+        raise ValueError(f"text = {str(path)!r}: the file is empty")
+    return words
+
+
+def listed_names(listed: str) -> list[str]:
+    """Names separated by commas; none from the empty string."""
+    return [part.strip() for part in listed.split(",") if part.strip()]
+
+
+def listed_integers(option: str, listed: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    try:
+        return [int(part) for part in listed_names(listed)]
+    except ValueError:
+        raise ValueError(f"{option} = {listed!r}: give whole numbers separated by commas") from None

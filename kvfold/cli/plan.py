@@ -3,15 +3,17 @@
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.evaluate import plots
 from kvfold.formats import check_names
 from kvfold.integrations.models import read_config
-from kvfold.planning import DENSE_DTYPES, model_layers, plan, resolve_head_dim
+from kvfold.planning import DENSE_DTYPES, held_bytes, model_layers, plan, resolve_head_dim
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -28,6 +30,7 @@ def plan_command(
     formats: Annotated[str, typer.Option(help="Formats, keys:values, or dense dtypes, separated by commas.")] = (
         "bfloat16,float8,kvfold-4,turboquant-4,turboquant-3"
     ),
+    plot: Annotated[Path | None, typer.Option(help="Draw bytes against context into this .png, .svg or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Project a cache: bytes a token, longest context, users at a given context.
@@ -39,6 +42,7 @@ def plan_command(
 
     kvfold plan --layers 80 --kv-heads 8 --head-dim 128 --memory 40GB
     """
+    plots.check(plot)
     names = formats.split(",")
     for name in names:
         if name not in DENSE_DTYPES:
@@ -46,6 +50,10 @@ def plan_command(
     config = _config(model, layers, kv_heads, head_dim)
     shapes = model_layers(config)
     rows = plan(shapes, names, _bytes(memory), context)
+    if plot is not None:
+        contexts = [2**n for n in range(10, 18)]
+        held = {name: [held_bytes(shapes, name, tokens) for tokens in contexts] for name in names}
+        plots.save(plots.memory_by_context(contexts, held, _bytes(memory)), plot)
     kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in ("full", "sliding", "latent", "none")}
     latent = kinds["latent"] > 0
     evidence = () if latent else resolve_head_dim(config).evidence

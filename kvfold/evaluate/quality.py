@@ -1,7 +1,7 @@
 """`kvfold eval`: what each format costs a model, on a text, through the real cache and attention."""
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from typing import Any
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
 from kvfold.formats import get_formats
 from kvfold.integrations.transformers import FoldedCache
@@ -38,8 +39,8 @@ class QualityRow:
     key_error, value_error
         For each layer, ‖x − x̂‖²/‖x‖² of the dense cache's own keys and values when folded: the codec's
         error alone, without what earlier layers' errors do to later ones. NaN for layers that stay dense.
-    seconds
-        Time that reading with this cache took.
+    seconds, seconds_dense
+        Time that reading with this cache took, and with the dense one.
     """
 
     format: str
@@ -56,6 +57,7 @@ class QualityRow:
     key_error: tuple[float, ...]
     value_error: tuple[float, ...]
     seconds: float
+    seconds_dense: float
 
     def to_json(self, **about: Any) -> dict[str, Any]:
         """A plain dict, with `about` (model, text, …) and the versions in use."""
@@ -116,7 +118,7 @@ def split_passages(ids: Tensor, passage: int, count: int, offsets: Sequence[int]
 def evaluate_formats(
     model: PreTrainedModel,
     passages: Sequence[Tensor],
-    formats: Sequence[str],
+    formats: Sequence[str] | Mapping[str, Policy],
     *,
     chunk: int = 256,
     progress: Callable[[int], None] = lambda tokens: None,
@@ -130,18 +132,19 @@ def evaluate_formats(
     passages
         Tokens, (1, T) each.
     formats
-        Names, or keys:values.
+        Names, or keys:values; or policies by a name of one's own.
     chunk
         Tokens of one forward pass; folded caches read the same whatever it is.
     progress
         Called with numbers of tokens read that add up to the passages' total times 1 + len(formats).
     """
+    policies = formats if isinstance(formats, Mapping) else {name: Policy(name) for name in formats}
     meters = {name: FidelityMeter() for name in ["dense", *formats]}
     errors: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in formats}
     folded: dict[str, FoldedCache] = {}
     for ids in passages:
         dense = DynamicCache(config=model.config)
-        folded = {name: FoldedCache(model.config, name) for name in formats}
+        folded = {name: FoldedCache(model.config, policy=policy) for name, policy in policies.items()}
         read_in_lockstep(model, ids, dense, folded, meters, chunk=chunk, progress=progress)
         for name, cache in folded.items():
             errors[name].append(codec_errors(dense, cache))
@@ -168,6 +171,7 @@ def evaluate_formats(
                 key_error=key_error,
                 value_error=value_error,
                 seconds=result.seconds,
+                seconds_dense=reference.seconds,
             )
         )
     return rows

@@ -1,0 +1,78 @@
+"""`kvfold compare`: the same prompt through two executors."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli.options import Json, Model, read_text, token_progress
+from kvfold.evaluate.compare import Executor
+from kvfold.evaluate.compare import compare as compare_executors
+from kvfold.evaluate.quality import split_passages, versions
+from kvfold.evaluate.text import text_sha256
+from kvfold.formats import DEFAULT, check_names
+from kvfold.integrations.models import load_model
+
+
+def compare(
+    a: Annotated[str, typer.Argument(help="An executor: dtype and device between slashes.")] = "float32",
+    b: Annotated[str, typer.Argument(help="Another.")] = "bfloat16",
+    model: Model = "smollm2",
+    format: Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")] = DEFAULT,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 1_024,
+    generate: Annotated[int, typer.Option(min=1, help="Tokens to write greedily after it.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Run one prompt through two executors and say where they part.
+
+    Prints the share of equal codes in each layer, the difference of scales, the cosine of each layer's output, and the
+    first different token of a greedy continuation.
+
+    kvfold compare float32 bfloat16
+
+    kvfold compare float32/cpu float32/cuda --format turboquant-4
+    """
+    check_names(format)
+    executors = (Executor.parse(a), Executor.parse(b))
+    words = read_text(text)
+    network, tokenizer = load_model(model, None)
+    (ids,) = split_passages(tokenizer(words, return_tensors="pt").input_ids, tokens, 1)
+    with token_progress() as progress:
+        task = progress.add_task("computing", total=2 * (tokens + generate))
+        result = compare_executors(
+            network, ids, format, executors, generate=generate, progress=lambda n: progress.advance(task, n)
+        )
+    names = [str(executor) for executor in executors]
+    if as_json:
+        about = {
+            "model": model, "text_sha": text_sha256(words), "format": format, "executors": names, "versions": versions()
+        }  # fmt: skip
+        print(json.dumps(result.to_json(**about), indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    table = Table(title=f"{model}, {format}: {names[0]} and {names[1]}, {tokens:,} tokens")
+    for column in ("layer", "equal key codes", "equal value codes", "scale error", "hidden cosine", "smallest"):
+        table.add_column(column, justify="right")
+    for row in result.layers:
+        table.add_row(
+            str(row.layer), _share(row.key_match), _share(row.value_match),
+            "–" if row.scale_error is None else f"{row.scale_error:.1e}",
+            f"{row.hidden_cosine:.6f}", f"{row.hidden_cosine_min:.6f}",
+        )  # fmt: skip
+    console.print(table)
+    if result.first_divergence is None:
+        console.print(f"The continuations agree in all {generate} tokens.", highlight=False)
+        return
+    console.print(f"The continuations part at token {result.first_divergence}:", highlight=False)
+    for name, written in zip(names, result.texts, strict=True):
+        console.print(f"{name}: {tokenizer.decode(written)!r}", highlight=False, markup=False)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"

@@ -1,0 +1,111 @@
+"""`kvfold sweep`: the ablation, the staircase, a recommendation."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse_dtype, read_text, token_progress
+from kvfold.evaluate.quality import split_passages
+from kvfold.evaluate.records import Row
+from kvfold.evaluate.sweep import Budgets, Steps, Sweep, pareto, recommend
+from kvfold.evaluate.text import text_sha256
+from kvfold.integrations.models import load_model
+
+COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "invalid": "red"}
+
+
+def sweep(
+    model: Model = "smollm2",
+    out: Annotated[Path, typer.Option(help="JSON-lines file; runs that it holds already are not repeated.")] = Path(
+        "sweep.jsonl"
+    ),
+    family: Annotated[str, typer.Option(help="kvfold or turboquant.")] = "kvfold",
+    key_bits: Annotated[str, typer.Option(help="Bits of keys to try, separated by commas.")] = "8,6,5,4,3,2",
+    value_bits: Annotated[str, typer.Option(help="Bits of values to try.")] = "8,6,4,3,2",
+    page_sizes: Annotated[str, typer.Option(help="Tokens a page to try beside 64.")] = "32,128",
+    residuals: Annotated[str, typer.Option(help="Residuals of keys to try: qjl, srht, sign.")] = "qjl,srht,sign",
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file; by default Python's own reference text.")
+    ] = None,
+    passage: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
+    passages: Annotated[int, typer.Option(help="How many passages, spread over the text.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    pass_abs: Annotated[float, typer.Option(help="pass: perplexity moves by no more than this,")] = 0.3,
+    pass_pct: Annotated[float, typer.Option(help="and by no more than this, in percent.")] = 5.0,
+    warn_abs: Annotated[float, typer.Option(help="warn: it moves by no more than this; beyond is fail.")] = 1.0,
+    lossless_pct: Annotated[float, typer.Option(help="What a stage of the ablation may move it, in percent,")] = 0.5,
+    lossless_kl: Annotated[float, typer.Option(help="and its KL to the dense cache, in nats a token.")] = 0.005,
+    as_json: Json = False,
+) -> None:
+    """Find the format for a model: prove each stage right, then walk down in bits, one variable at a time.
+
+    The ablation comes first: the attached model with nothing folded (identity), conversion into pages without codes
+    (bridge), 8-bit keys, 8-bit values, both, and a residual. Each must change next to nothing. If one does, there is
+    a bug, and nothing is swept over it.
+
+    The staircase then tries key bits, value bits, page sizes and residuals, each from the best of the step before.
+    Every run appends a row to --out. Killed and started again, it goes on where it was. Bits are those that the
+    cache held at the end of a passage, so a short passage counts mostly the dense window.
+    """
+    budgets = Budgets(pass_abs, pass_pct, warn_abs, lossless_pct, lossless_kl)
+    steps = Steps(
+        listed_integers("key_bits", key_bits), listed_integers("value_bits", value_bits),
+        listed_integers("page_sizes", page_sizes), listed_names(residuals),
+    )  # fmt: skip
+    weights = parse_dtype(dtype)
+    words = read_text(text)
+    network, tokenizer = load_model(model, weights)
+    parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
+    about = {
+        "model": model, "text_sha": text_sha256(words), "passage": passage,
+        "dtype": str(network.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    console = Console(stderr=True)
+    with token_progress() as progress:
+        task = progress.add_task("", total=None)
+
+        def started(stage: str, format: str, tokens: int | None) -> None:
+            if tokens is None:
+                progress.console.print(f"[dim]{stage}: {format} is in {out} already[/]", highlight=False)
+            else:
+                progress.reset(task, description=f"{stage}: {format}", total=tokens)
+
+        job = Sweep(
+            network, parts, out, about, family=family, budgets=budgets, steps=steps,
+            started=started, progress=lambda n: progress.advance(task, n),
+        )  # fmt: skip
+        ablation, rows = job.run()
+    best = recommend(rows, budgets)
+    front = {id(row) for row in pareto(rows)}
+    if as_json:
+        document = {
+            "ablation": ablation, "staircase": rows, "pareto": [r["config"]["format"] for r in rows if id(r) in front],
+            "recommended": best.format, "why": best.reason,
+        }  # fmt: skip
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+        return
+    table = Table(title=f"{model}: {job.n_tokens:,} tokens", caption=f"* on the Pareto front; rows are in {out}")
+    for column in ("stage", "format", "ΔPPL", "", "KL", "bits", "verdict"):
+        name = column in ("stage", "format")
+        table.add_column(
+            column, justify="left" if name else "right", no_wrap=not name, overflow="fold" if name else "ellipsis"
+        )
+    for row in ablation:
+        _add(table, row, row["stage"].removeprefix("ablation/"), "")
+    table.add_section()
+    for row in rows:
+        _add(table, row, row["stage"].removeprefix("ablation/"), "*" if id(row) in front else "")
+    Console().print(table)
+    console.print(f"[bold]{best.format}[/]: {best.reason}", highlight=False)
+
+
+def _add(table: Table, row: Row, stage: str, mark: str) -> None:
+    colour = COLOURS[row["verdict"]]
+    table.add_row(
+        stage, row["config"]["format"] + mark, f"{row['abs_delta']:+.3f}", f"{100 * row['rel_delta']:+.2f} %",
+        f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}", f"[{colour}]{row['verdict']}[/]",
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""`kvfold tasks`: what a model still does with a folded cache."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse_dtype, token_progress
+from kvfold.evaluate import plots
+from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up
+from kvfold.evaluate.behaviour.needle import Needle
+from kvfold.evaluate.quality import versions
+from kvfold.evaluate.records import append_row, open_rows
+from kvfold.formats import check_names
+from kvfold.integrations.models import load_model
+from kvfold.integrations.transformers import attach
+
+
+def tasks(
+    model: Model = "smollm2",
+    formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
+        "kvfold-4,turboquant-4,turboquant-3"
+    ),
+    only: Annotated[str, typer.Option("--tasks", help=f"Which of {', '.join(TASKS)}.")] = ",".join(TASKS),
+    lengths: Annotated[str, typer.Option(help="Tokens of the needle's haystacks.")] = "1000,2000,4000,7900",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Needles for each length and depth, from seeds of their own.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON-lines file of outcomes; cases that it holds already are not repeated.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the needle grid into this .png, .svg or .pdf.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a model questions with a dense cache and with folded ones, and compare the answers.
+
+    needle: a number in a long text. arithmetic: numbers and matrices, after 0 to 2,000 tokens of text. recall: a
+    passphrase after a long reply. transliteration: names in another script. loops: do conversations end in a loop?
+    divergence: how far greedy text stays the same. A task that the model cannot do with a dense cache gives no figure.
+    """
+    names, chosen = listed_names(formats), _chosen(only, lengths, repeats)
+    for name in names:
+        check_names(name)
+    plots.check(plot)
+    weights = parse_dtype(dtype)
+    known = open_rows(out) if out is not None else []
+    network, tokenizer = load_model(model, weights)
+    attach(network)
+    about = {"model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch.")}
+    known = [row for row in known if {key: row.get(key) for key in about} == about]
+    outcomes: dict[str, list[Outcome]] = {}
+    with token_progress() as progress:
+        for task in chosen:
+            cases = task.cases(tokenizer, seed)
+            bar = progress.add_task(
+                task.name, total=sum(len(t.ids) + t.max_new_tokens for c in cases for t in c.turns) * (1 + len(names))
+            )
+            lengths_of = {c.name: sum(len(t.ids) + t.max_new_tokens for t in c.turns) for c in cases}
+            reused = [r for r in known if r["task"] == task.name and r["format"] in ("dense", *names)]
+            progress.advance(bar, sum(lengths_of.get(row["case"], 0) for row in reused))
+
+            def done(outcome: Outcome, replies: Any, bar: Any = bar, lengths_of: dict[str, int] = lengths_of) -> None:
+                if out is not None:
+                    append_row(out, outcome_row(outcome, replies, **about, versions=versions()))
+                progress.advance(bar, lengths_of[outcome.case])
+
+            outcomes[task.name] = run_task(network, tokenizer, task, names, seed, known, done)
+    rows = [row for task in chosen for row in sum_up(task, outcomes[task.name])]
+    if plot is not None and "needle" in outcomes:
+        plots.save(plots.needle_grid([outcome.to_json() for outcome in outcomes["needle"]]), plot)
+    if as_json:
+        document = about | {
+            "versions": versions(), "summary": [asdict(row) for row in rows],
+            "outcomes": [outcome.to_json() for each in outcomes.values() for outcome in each],
+        }  # fmt: skip
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+        return
+    for task in chosen:
+        _print(task, [row for row in rows if row.task == task.name], outcomes[task.name])
+
+
+def _chosen(only: str, lengths: str, repeats: int) -> list[Task]:
+    chosen: list[Task] = []
+    for name in listed_names(only):
+        if name not in TASKS:
+            raise ValueError(f"tasks = {name!r}: choose among {', '.join(TASKS)}")
+        task = TASKS[name]()
+        if isinstance(task, Needle):
+            task = replace(task, lengths=tuple(listed_integers("lengths", lengths)), repeats=repeats)
+        chosen.append(task)
+    return chosen
+
+
+def _print(task: Task, rows: list[TaskRow], outcomes: list[Outcome]) -> None:
+    console = Console()
+    formats = list(dict.fromkeys(row.format for row in rows))
+    table = Table(title=f"{task.name}: {task.summary}")
+    table.add_column("")
+    table.add_column("cases", justify="right")
+    if not task.compares:
+        table.add_column("dense", justify="right")
+    for format in formats:
+        table.add_column(format, justify="right")
+    groups = list(dict.fromkeys(json.dumps(row.group) for row in rows))
+    for group in groups:
+        own = [row for row in rows if json.dumps(row.group) == group]
+        label = ", ".join(f"{key} {value}" for key, value in own[0].group.items()) or "all"
+        cells = [label, str(own[0].cases)]
+        if not task.compares:
+            cells.append(f"{own[0].dense:.0%}")
+        if not own[0].able:
+            cells += ["–"] * len(formats)
+        else:
+            cells += [f"{row.folded:.0%}" + ("" if row.kept is None else f" ({row.kept:.0%})") for row in own]
+        if label == "all" and len(groups) > 1:
+            table.add_section()
+        table.add_row(*cells)
+    console.print(table)
+    if not task.compares:
+        console.print("[dim]In brackets: of the cases that the dense cache solves, those that stay solved.[/]")
+    if any(not row.able for row in rows):
+        console.print("[dim]–: this model cannot do it with a dense cache either, so there is no figure.[/]")
+    for outcome in outcomes:
+        if task.name == "loops" and outcome.detail:
+            console.print(f"[dim]{outcome.format}, {outcome.case}: {outcome.detail}[/]", highlight=False)

@@ -1,0 +1,73 @@
+"""Sums, products, and products of matrices, with text in front."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.evaluate.behaviour.case import Case, Task, Turn
+from kvfold.evaluate.text import standard_text
+
+
+@dataclass(frozen=True)
+class Arithmetic(Task):
+    """10 products of 2×2 matrices, 10 of 3×3, and 15 of numbers, after 0 to 2,000 tokens of other text (seed 004).
+
+    Three solved examples come first, so that a model need not be tuned on instructions. Text between the examples and
+    the question would only make them hard to find; it lies in front of all.
+
+    Attributes
+    ----------
+    fillers
+        Tokens of text in front.
+    """
+
+    fillers: tuple[int, ...] = (0, 500, 1_000, 2_000)
+
+    name: ClassVar[str] = "arithmetic"
+    summary: ClassVar[str] = "sums and products of numbers and matrices"
+    group_by: ClassVar[tuple[str, ...]] = ("kind", "filler")
+
+    def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
+        hay = tokenizer(standard_text()).input_ids
+        cases = []
+        for filler in self.fillers:
+            random = np.random.RandomState(seed)
+            for kind, count in (("2x2", 10), ("3x3", 10), ("scalar", 15)):
+                for i in range(count):
+                    shown = [_question(kind, random) for _ in range(3)]
+                    question, answer = _question(kind, random)
+                    prompt = "".join(f"{q} = {a}\n" for q, a in shown) + f"{question} ="
+                    start = random.randint(len(hay) - 2_000)
+                    ids = (*hay[start : start + filler], *tokenizer(f"\n\n{prompt}").input_ids)
+                    budget = len(tokenizer(answer).input_ids) + 6
+                    about = {"kind": kind, "filler": filler, "seed": seed}
+                    cases.append(Case(f"{kind}/{filler}/{i}/{seed}", (Turn(ids, budget),), answer, about))
+        return cases
+
+    def score(
+        self,
+        case: Case,
+        replies: Sequence[Sequence[int]],
+        dense: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[float, str]:
+        line = tokenizer.decode(replies[-1]).strip().split("\n")[0]
+        return float(re.findall(r"-?\d+", line) == re.findall(r"-?\d+", case.expected)), ""
+
+
+def _question(kind: str, random: np.random.RandomState) -> tuple[str, str]:
+    if kind == "scalar":
+        a, b, sign = random.randint(2, 13), random.randint(2, 13), "+-*"[random.randint(3)]
+        return f"{a} {sign} {b}", str({"+": a + b, "-": a - b, "*": a * b}[sign])
+    n = int(kind[0])
+    x, y = random.randint(0, 6, (n, n)), random.randint(0, 6, (n, n))
+    return f"{_shown(x)} * {_shown(y)}", _shown(x @ y)
+
+
+def _shown(x: NDArray[np.int64]) -> str:
+    return str(x.tolist())

@@ -1,0 +1,132 @@
+"""What a behaviour task asks, and what came back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens to append to a conversation, and how long the reply may be.
+
+    Attributes
+    ----------
+    ids
+        Tokens; those of later turns close the reply before them.
+    max_new_tokens
+        Length of the reply.
+    forced
+        Whether the reply goes on to that length whatever the model wants.
+    """
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    forced: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question.
+
+    Attributes
+    ----------
+    name
+        Tells cases of a task apart; stable from run to run.
+    turns
+        The conversation.
+    expected
+        The right answer, where there is one.
+    about
+        What figures are grouped by: depth, filler, ….
+    """
+
+    name: str
+    turns: tuple[Turn, ...]
+    expected: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one cache made of one case.
+
+    Attributes
+    ----------
+    task, case, about, expected
+        The question.
+    format
+        A format, or "dense".
+    answer
+        The last reply.
+    score
+        In [0, 1]: 1 for a right answer. First divergence: the share of tokens before it.
+    detail
+        A word on the score, such as where a loop began.
+    tokens
+        Tokens of the whole conversation.
+    """
+
+    task: str
+    case: str
+    about: dict[str, Any]
+    format: str
+    expected: str
+    answer: str
+    score: float
+    detail: str
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return asdict(self)
+
+
+class Task(ABC):
+    """A kind of question: makes cases, and scores replies. Subclasses are frozen dataclasses of their options."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    group_by: ClassVar[tuple[str, ...]] = ()
+    """Keys of `Case.about` that figures are told apart by."""
+    compares: ClassVar[bool] = False
+    """Whether a score tells how close a reply is to that of the dense cache, rather than whether it is right."""
+
+    @abstractmethod
+    def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
+        """Cases; the same for the same arguments."""
+
+    @abstractmethod
+    def score(
+        self,
+        case: Case,
+        replies: Sequence[Sequence[int]],
+        dense: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[float, str]:
+        """Score in [0, 1] and a detail, of a conversation's replies beside those of the dense cache."""
+
+
+def chat_turn(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Tokens that open a conversation with a user's message, in the chat template if there is one."""
+    if tokenizer.chat_template is None:
+        return tuple(tokenizer(text + "\n\n").input_ids)
+    message = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(rendered, add_special_tokens=False).input_ids)
+
+
+def next_chat_turn(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Tokens that end the model's reply and go on with another message of the user."""
+    if tokenizer.chat_template is None:
+        return tuple(tokenizer("\n\n" + text + "\n\n", add_special_tokens=False).input_ids)
+    mark = "kvfold-mark"
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": mark},
+        {"role": "user", "content": text},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(rendered.split(mark, 1)[1], add_special_tokens=False).input_ids)

@@ -1,0 +1,113 @@
+"""Holding conversations with a model, several at once, on one cache."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.evaluate.behaviour.case import Case
+from kvfold.integrations.transformers import FoldedCache
+
+BATCH_TOKENS = 8_192
+"""About how many tokens a batch may hold."""
+PREFILL_CHUNK = 512
+
+Replies = list[list[int]]
+"""Tokens of each turn's reply, without the end-of-text token."""
+
+
+@torch.no_grad()
+def converse(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cases: Sequence[Case],
+    format: str | None,
+    done: Callable[[Case, Replies], None],
+) -> None:
+    """Hold the conversation of every case, greedily.
+
+    Turns go on from the cache of the turn before, as in a chat.
+
+    Parameters
+    ----------
+    model
+        Attached.
+    cases
+        Any number.
+    format
+        What the cache folds into; None for a dense one.
+    done
+        Called for each case when its conversation ends.
+    """
+    for batch in batches(cases):
+        cache = DynamicCache(config=model.config) if format is None else FoldedCache(model.config, format)
+        for case, replies in zip(batch, _hold(model, tokenizer, batch, cache), strict=True):
+            done(case, replies)
+
+
+def batches(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases that can share a batch: all replies but the last have a length known beforehand."""
+
+    def shape(case: Case) -> tuple[object, ...]:
+        later = tuple((turn.forced, turn.max_new_tokens, len(turn.ids)) for turn in case.turns[1:])
+        return (case.turns[0].forced, case.turns[0].max_new_tokens, *later)
+
+    out: list[list[Case]] = []
+    for _, same in groupby(sorted(cases, key=lambda case: repr(shape(case))), key=shape):
+        batch: list[Case] = []
+        for case in sorted(same, key=_length):
+            alone = not all(turn.forced for turn in case.turns[:-1])
+            if batch and (alone or (len(batch) + 1) * _length(case) > BATCH_TOKENS):
+                out.append(batch)
+                batch = []
+            batch.append(case)
+        out.append(batch)
+    return out
+
+
+def _length(case: Case) -> int:
+    return sum(len(turn.ids) + turn.max_new_tokens for turn in case.turns)
+
+
+def _hold(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Case], cache: DynamicCache | FoldedCache
+) -> list[Replies]:
+    end = model.generation_config.eos_token_id
+    ends = set(end if isinstance(end, list) else [end]) | {tokenizer.eos_token_id}
+    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids, mask = _left_padded([case.turns[0].ids for case in batch], filler or 0, model.device)
+    replies: list[Replies] = [[] for _ in batch]
+    for i, turn in enumerate(batch[0].turns):
+        if i:
+            more = torch.tensor([case.turns[i].ids for case in batch], device=model.device)
+            ids, mask = torch.cat((ids, more), 1), torch.cat((mask, torch.ones_like(more)), 1)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=turn.max_new_tokens,
+            min_new_tokens=turn.max_new_tokens if turn.forced else None,
+            prefill_chunk_size=PREFILL_CHUNK,
+            do_sample=False,
+            pad_token_id=filler,
+        )
+        new = out[:, ids.shape[1] :]
+        for row, reply in zip(new.tolist(), replies, strict=True):
+            stop = len(row) if turn.forced else next((j for j, token in enumerate(row) if token in ends), len(row))
+            reply.append(row[:stop])
+        if len(batch) == 1:  # the end-of-text token is the next turn's to write
+            new = new[:, : len(replies[0][-1])]
+        ids, mask = torch.cat((ids, new), 1), torch.cat((mask, torch.ones_like(new)), 1)
+    return replies
+
+
+def _left_padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), filler, dtype=torch.long, device=device)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.tensor(row, device=device)
+        mask[i, width - len(row) :] = 1
+    return ids, mask

@@ -1,0 +1,78 @@
+"""Where a greedy continuation first differs from the dense one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.evaluate.behaviour.case import Case, Task, Turn, chat_turn
+
+FAMILIES = {
+    "prose": (
+        "The lighthouse keeper had not spoken to anyone for eleven days when",
+        "In the winter of that year the river froze for the first time, and the town",
+        "She opened the letter, read it twice, and put it back into",
+    ),
+    "code": (
+        "def merge_sort(items):\n    \"\"\"Sort a list by merging sorted halves.\"\"\"\n",
+        "class Stack:\n    \"\"\"A last-in, first-out stack.\"\"\"\n\n    def __init__(self):\n",
+        "import csv\n\ndef read_table(path):\n    \"\"\"Return the rows of a CSV file as dictionaries.\"\"\"\n",
+    ),
+    "reasoning": (
+        "Question: A train leaves at 9:40 and arrives at 13:05. How long does it travel?\nLet us think step by step.",
+        "Question: Anna has three times as many apples as Ben. They have 24 in all. How many has Ben?\nAnswer: First,",
+        "All cats are mammals. Some mammals can swim. Therefore",
+    ),
+    "dialogue": (
+        "chat:How do I make a good cup of tea?",
+        "chat:Why is the sky blue?",
+        "chat:Tell me a joke about cats.",
+    ),
+    "French": (
+        "La Révolution française est une période de bouleversements sociaux et politiques",
+        "Il était une fois, dans un petit village au bord de la mer, un pêcheur qui",
+        "Pour préparer une bonne soupe à l'oignon, il faut d'abord",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Divergence(Task):
+    """Greedy continuations of several kinds of text, compared token by token with the dense cache's.
+
+    Greedy text is chaotic: one changed token changes all that follow, right or wrong. So this tells caches apart, and
+    not good text from bad.
+
+    Attributes
+    ----------
+    tokens
+        Length of the continuations.
+    """
+
+    tokens: int = 200
+
+    name: ClassVar[str] = "divergence"
+    summary: ClassVar[str] = "share of a greedy continuation before its first different token"
+    group_by: ClassVar[tuple[str, ...]] = ("family",)
+    compares: ClassVar[bool] = True
+
+    def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
+        cases = []
+        for family, prompts in FAMILIES.items():
+            for i, prompt in enumerate(prompts):
+                chat = prompt.removeprefix("chat:")
+                ids = chat_turn(tokenizer, chat) if chat != prompt else tuple(tokenizer(prompt).input_ids)
+                cases.append(Case(f"{family}/{i}", (Turn(ids, self.tokens, forced=True),), "", {"family": family}))
+        return cases
+
+    def score(
+        self,
+        case: Case,
+        replies: Sequence[Sequence[int]],
+        dense: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[float, str]:
+        own, theirs = replies[-1], dense[-1]
+        first = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=True)) if a != b), len(own))
+        return first / len(own), f"token {first}" if first < len(own) else "the same throughout"

@@ -1,0 +1,71 @@
+"""A needle in a haystack."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.evaluate.behaviour.case import Case, Task, Turn
+from kvfold.evaluate.text import standard_text
+
+PLACES = ("lighthouse", "observatory", "archive", "greenhouse", "library", "harbour", "workshop", "museum")
+
+
+@dataclass(frozen=True)
+class Needle(Task):
+    """A sentence with a number lies at some depth of a long text; the text ends by asking for it.
+
+    After Kamradt's "needle in a haystack" (2023). Asked as a sentence to complete, which models without
+    instruction tuning answer too.
+
+    Attributes
+    ----------
+    lengths
+        Tokens of the prompt.
+    depths
+        Where the needle lies, 0 at the start to 1 at the end.
+    repeats
+        Needles and haystacks for each pair.
+    """
+
+    lengths: tuple[int, ...] = (1_000, 2_000, 4_000, 7_900)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    repeats: int = 2
+
+    name: ClassVar[str] = "needle"
+    summary: ClassVar[str] = "a number in a long text"
+    group_by: ClassVar[tuple[str, ...]] = ("length", "depth")
+
+    def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
+        hay = tokenizer(standard_text()).input_ids
+        cases = []
+        for repeat in range(self.repeats):
+            random = np.random.RandomState(seed + repeat)
+            for length in self.lengths:
+                for depth in self.depths:
+                    place, number = PLACES[random.randint(len(PLACES))], str(random.randint(10_000, 100_000))
+                    needle = tokenizer(f"\n\nThe secret code of the {place} is {number}.\n\n").input_ids
+                    question = tokenizer(f"\n\nThe secret code of the {place} is").input_ids
+                    room = length - len(needle) - len(question)
+                    if room < 1:
+                        raise ValueError(f"length = {length}: too short for the needle and its question")
+                    start = random.randint(max(len(hay) - room, 1))
+                    text = hay[start : start + room]
+                    if len(text) < room:
+                        raise ValueError(f"length = {length}: the haystack has only {len(hay)} tokens")
+                    at = round(depth * room)
+                    ids = (*text[:at], *needle, *text[at:], *question)
+                    about = {"length": length, "depth": depth, "seed": seed + repeat}
+                    cases.append(Case(f"{length}/{depth:g}/{seed + repeat}", (Turn(ids, 10),), number, about))
+        return cases
+
+    def score(
+        self,
+        case: Case,
+        replies: Sequence[Sequence[int]],
+        dense: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[float, str]:
+        return float(tokenizer.decode(replies[-1]).strip().startswith(case.expected)), ""

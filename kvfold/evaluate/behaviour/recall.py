@@ -1,0 +1,60 @@
+"""A passphrase, a long story, the passphrase."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.evaluate.behaviour.case import Case, Task, Turn
+
+ANIMALS = ("squirrel", "falcon", "otter", "badger", "heron", "lynx", "weasel", "puffin")
+TOPICS = ("a lighthouse keeper", "a train to the north", "an old clock", "a lost letter", "a mountain village")
+
+
+@dataclass(frozen=True)
+class Recall(Task):
+    """A passphrase, then a long story by the model itself, then the passphrase again (seed 004).
+
+    The story is made to go on to its full length, so what stands between lies in the cache as decoding wrote it.
+    Asked as a sentence to complete, which models without instruction tuning answer too.
+
+    Attributes
+    ----------
+    between
+        Tokens of the model's text.
+    repeats
+        Passphrases for each length.
+    """
+
+    between: tuple[int, ...] = (200, 600)
+    repeats: int = 5
+
+    name: ClassVar[str] = "recall"
+    summary: ClassVar[str] = "a passphrase after a long reply"
+    group_by: ClassVar[tuple[str, ...]] = ("between",)
+
+    def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
+        cases = []
+        for between in self.between:
+            random = np.random.RandomState(seed)
+            for i in range(self.repeats):
+                owner, passphrase = ANIMALS[random.randint(len(ANIMALS))], str(random.randint(10_000, 100_000))
+                topic = TOPICS[i % len(TOPICS)]
+                text = (
+                    f"The secret passphrase of the {owner} is {passphrase}.\n\nHere is a long story about {topic}.\n\n"
+                )
+                ask = tokenizer(f"\n\nThe secret passphrase of the {owner} is", add_special_tokens=False).input_ids
+                turns = (Turn(tuple(tokenizer(text).input_ids), between, forced=True), Turn(tuple(ask), 12))
+                cases.append(Case(f"{between}/{i}/{seed}", turns, passphrase, {"between": between, "seed": seed}))
+        return cases
+
+    def score(
+        self,
+        case: Case,
+        replies: Sequence[Sequence[int]],
+        dense: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[float, str]:
+        return float(case.expected in tokenizer.decode(replies[-1])), ""

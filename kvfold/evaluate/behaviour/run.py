@@ -1,0 +1,141 @@
+"""Running tasks, dense and folded side by side, and summing up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.evaluate.behaviour.case import Case, Outcome, Task
+from kvfold.evaluate.behaviour.conversation import Replies, converse
+
+DENSE = "dense"
+ENOUGH = 0.2
+"""Share of cases that a dense cache must solve for a task to say something about a folded one."""
+
+
+def run_task(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    formats: Sequence[str],
+    seed: int,
+    known: Sequence[dict[str, Any]] = (),
+    done: Callable[[Outcome, Replies], None] = lambda outcome, replies: None,
+) -> list[Outcome]:
+    """Ask every case of a task with a dense cache, and then with each format.
+
+    Parameters
+    ----------
+    model
+        Attached.
+    formats
+        Names, or keys:values.
+    seed
+        Of the cases.
+    known
+        Rows of `outcome_row` from an earlier run; those cases are not asked again.
+    done
+        Called with each new outcome and its replies.
+
+    Returns
+    -------
+    list of Outcome
+        Of all cases, in the order dense, then formats.
+    """
+    cases = task.cases(tokenizer, seed)
+    longest = max(sum(len(turn.ids) + turn.max_new_tokens for turn in case.turns) for case in cases)
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ValueError(f"task = {task.name!r} has a case of {longest} tokens, but the model takes {limit}")
+    old = {(row["task"], row["case"], row["format"]): row for row in known}
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    dense: dict[str, Replies] = {}
+    for format in (DENSE, *formats):
+        asked = []
+        for case in cases:
+            row = old.get((task.name, case.name, format))
+            if row is None:
+                asked.append(case)
+                continue
+            outcomes[format, case.name] = Outcome(**{name: row[name] for name in Outcome.__dataclass_fields__})
+            if format == DENSE:
+                dense[case.name] = row["replies"]
+
+        def finish(case: Case, replies: Replies, format: str = format) -> None:
+            if format == DENSE:
+                dense[case.name] = replies
+            score, detail = task.score(case, replies, dense[case.name], tokenizer)
+            tokens = sum(len(turn.ids) for turn in case.turns) + sum(len(reply) for reply in replies)
+            outcome = Outcome(
+                task.name, case.name, case.about, format, case.expected, tokenizer.decode(replies[-1]), score, detail,
+                tokens,
+            )  # fmt: skip
+            outcomes[format, case.name] = outcome
+            done(outcome, replies)
+
+        converse(model, tokenizer, asked, None if format == DENSE else format, finish)
+    return [outcomes[format, case.name] for format in (DENSE, *formats) for case in cases]
+
+
+def outcome_row(outcome: Outcome, replies: Replies, **about: Any) -> dict[str, Any]:
+    """An outcome as a row for a file, with the replies that later formats are compared with."""
+    return about | asdict(outcome) | ({"replies": replies} if outcome.format == DENSE else {})
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One format's figures on one group of a task's cases.
+
+    Attributes
+    ----------
+    task, group, format
+        Where.
+    cases
+        How many.
+    dense, folded
+        Mean score with a dense cache and with this format.
+    kept
+        Of the cases that the dense cache solves, the share that this format solves too; None if there are none.
+    able
+        Whether the model solves enough with a dense cache for the figures to say something.
+    """
+
+    task: str
+    group: dict[str, Any]
+    format: str
+    cases: int
+    dense: float
+    folded: float
+    kept: float | None
+    able: bool
+
+
+def sum_up(task: Task, outcomes: Sequence[Outcome]) -> list[TaskRow]:
+    """Figures of each group and format; all cases together come last, with an empty group."""
+    formats = list(dict.fromkeys(o.format for o in outcomes if o.format != DENSE))
+    dense = {o.case: o for o in outcomes if o.format == DENSE}
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for o in dense.values():
+        groups.setdefault(tuple(o.about.get(key) for key in task.group_by), []).append(o.case)
+    named = [(dict(zip(task.group_by, values, strict=True)), names) for values, names in groups.items()]
+    if len(named) > 1:
+        named.append(({}, list(dense)))
+    rows = []
+    for format in formats:
+        own = {o.case: o for o in outcomes if o.format == format}
+        for group, names in named:
+            solved = [name for name in names if dense[name].score == 1]
+            rows.append(
+                TaskRow(
+                    task=task.name,
+                    group=group,
+                    format=format,
+                    cases=len(names),
+                    dense=sum(dense[name].score for name in names) / len(names),
+                    folded=sum(own[name].score for name in names) / len(names),
+                    kept=sum(own[name].score == 1 for name in solved) / len(solved) if solved else None,
+                    able=task.compares or len(solved) >= ENOUGH * len(names),
+                )
+            )
+    return rows

@@ -1,0 +1,308 @@
+"""`kvfold report`: one page of HTML from the rows that the other commands wrote."""
+
+import io
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.evaluate import plots
+from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up
+from kvfold.evaluate.quality import versions
+from kvfold.evaluate.records import Row, read_rows
+from kvfold.evaluate.sweep import pareto
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK = "#010203"
+"""Drawn in this, a line takes the colour of the page's text."""
+
+
+SIDES = ("key", "value")
+
+
+@dataclass
+class TableOf:
+    """A table of the page."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass
+class Section:
+    """A part of the page."""
+
+    title: str
+    notes: list[str] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)
+    tables: list[TableOf] = field(default_factory=list)
+    side: bool = False
+
+
+@dataclass
+class Results:
+    """Rows by the command that wrote them."""
+
+    quality: list[Row] = field(default_factory=list)
+    sweep: list[Row] = field(default_factory=list)
+    outcomes: list[Row] = field(default_factory=list)
+    comparisons: list[Row] = field(default_factory=list)
+    plans: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> "Results":
+        """Rows of files that `kvfold eval`, `sweep`, `tasks`, `compare` and `plan` wrote, in any order.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            If a file is missing, is no JSON, or holds something else.
+        """
+        results = cls()
+        for path in paths:
+            if not path.is_file():
+                raise FileNotFoundError(f"{str(path)!r}: there is no such file")
+            for row in _documents(path):
+                results._add(row, path)
+        return results
+
+    def _add(self, row: Row, path: Path) -> None:
+        if "staircase" in row:
+            self.sweep += row["ablation"] + row["staircase"]
+        elif "outcomes" in row:
+            self.outcomes += [{"model": row.get("model"), **outcome} for outcome in row["outcomes"]]
+        elif "verdict" in row:
+            self.sweep.append(row)
+        elif "case" in row:
+            self.outcomes.append(row)
+        elif "kl_mean" in row:
+            self.quality.append(row)
+        elif "first_divergence" in row:
+            self.comparisons.append(row)
+        elif "rows" in row and "memory" in row:
+            self.plans.append(row)
+        else:
+            raise ValueError(
+                f"{str(path)!r} holds a row that no kvfold command writes (its keys: {', '.join(list(row)[:8])}): "
+                "give files of eval --json, sweep, tasks, compare --json or plan --json"
+            )
+
+
+def _documents(path: Path) -> Iterator[Row]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        yield from read_rows(path)
+        return
+    for row in content if isinstance(content, list) else [content]:
+        if not isinstance(row, dict):
+            raise ValueError(f"{str(path)!r} holds a {type(row).__name__} where a row of results belongs")
+        yield row
+
+
+def render(results: Results, title: str = "kvfold") -> str:
+    """The page: styles, plots and all, with nothing to fetch.
+
+    Raises
+    ------
+    ValueError
+        If there are no results, or jinja2 or matplotlib is missing.
+    """
+    try:
+        from jinja2 import Environment
+    except ImportError:
+        raise ValueError("the report needs jinja2: install kvfold[plots]") from None
+    sections = [
+        *_quality(results.quality), *_sweep(results.sweep), *_tasks(results.outcomes),
+        *_comparisons(results.comparisons), *_plans(results.plans),
+    ]  # fmt: skip
+    if not sections:
+        raise ValueError("the files hold no results: run kvfold eval, sweep, tasks, compare or plan first")
+    everything = results.quality + results.sweep + results.outcomes + results.comparisons + results.plans
+    models = sorted({str(row.get("model") or row.get("eval", {}).get("model") or "") for row in everything} - {""})
+    template = files("kvfold.evaluate").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    return (
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(template)
+        .render(
+            title=title,
+            subtitle=f"{', '.join(models)} · {datetime.now(UTC):%Y-%m-%d}",
+            sections=sections,
+            machine=_machine(everything),
+        )
+    )
+
+
+def _svg(draw: Callable[..., "Figure"], *arguments: Any) -> str:
+    """A figure as SVG; its lines and letters take the colour of the page's text, and it fills the page's width."""
+    from matplotlib import rc_context
+
+    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style: Any = dict.fromkeys(ink, INK)
+    style |= {f"{part}.facecolor": "none" for part in ("figure", "axes", "legend", "savefig")}
+    with rc_context(style | {"svg.fonttype": "none", "svg.hashsalt": "kvfold"}):
+        out = io.StringIO()
+        draw(*arguments).savefig(out, format="svg", metadata={"Date": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = svg.replace("'DejaVu Sans', ", "").replace("'DejaVu Sans'", "sans-serif")
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+
+
+def _quality(rows: Sequence[Row]) -> Iterator[Section]:
+    texts: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        texts.setdefault((row.get("model"), row.get("text_sha"), row.get("passage"), row["n_tokens"]), []).append(row)
+    for (model, text_sha, passage, tokens), own in texts.items():
+        section = Section(f"Quality: {model}, {tokens:,} tokens")
+        section.notes.append(
+            f"Dense perplexity {own[0]['ppl_dense']:.3f}. Every prediction went through the real cache and attention. "
+            f"Bits count all that the cache held at the end of a passage, {passage} tokens. "
+            f"Text SHA-256 {str(text_sha)[:12]}…"
+        )
+        section.figures.append(_svg(plots.pareto_plot, own, pareto(own)))
+        section.figures += [_svg(plots.layer_errors, row) for row in own if row.get("key_error")]
+        section.tables.append(
+            TableOf(
+                ("format", "bits/value", "held MB", "PPL", "ΔPPL", "KL", "KL p99", "top-1", "seconds"),
+                [
+                    (
+                        row["format"], f"{row['bits_per_value']:.2f}", f"{row['held_bytes'] / 1e6:.2f}",
+                        f"{row['ppl']:.3f}", f"{row['delta_ppl_pct']:+.2f} %", f"{row['kl_mean']:.4f}",
+                        f"{row['kl_p99']:.3f}", f"{row['top1']:.3f}", f"{row['seconds']:.0f}",
+                    )
+                    for row in own
+                ],
+            )
+        )  # fmt: skip
+        yield section
+
+
+def _sweep(rows: Sequence[Row]) -> Iterator[Section]:
+    if not rows:
+        return
+    for name, own in (
+        ("Ablation", [row for row in rows if row["stage"].startswith("ablation/")]),
+        ("Staircase", [row for row in rows if not row["stage"].startswith("ablation/")]),
+    ):
+        if not own:
+            continue
+        section = Section(f"{name}: {own[0]['eval'].get('model', '')}, {own[0]['eval']['n_tokens']:,} tokens")
+        if name == "Staircase":
+            points = [{**row, "format": row["config"]["format"]} for row in own]
+            section.figures.append(_svg(plots.pareto_plot, points, pareto(points)))
+        else:
+            section.notes.append("Each stage must change next to nothing; nothing is swept over one that fails.")
+        section.tables.append(
+            TableOf(
+                ("stage", "format", "ΔPPL", "in %", "KL", "bits/value", "verdict"),
+                [
+                    (
+                        row["stage"].removeprefix("ablation/"), row["config"]["format"], f"{row['abs_delta']:+.3f}",
+                        f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}",
+                        row["verdict"],
+                    )
+                    for row in own
+                ],
+            )
+        )  # fmt: skip
+        yield section
+
+
+def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
+    for name in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == name]
+        task = TASKS[name]()
+        outcomes = [Outcome(**{key: row[key] for key in Outcome.__dataclass_fields__}) for row in own]
+        figures = sum_up(task, outcomes)
+        section = Section(f"{name.capitalize()}: {task.summary}", side=True)
+        if name == "needle":
+            for format in dict.fromkeys(row["format"] for row in own):
+                grid = [row for row in own if row["format"] == format]
+                section.figures.append(_svg(plots.needle_grid, grid))
+        if not task.compares:
+            section.notes.append("In brackets: of the cases that the dense cache solves, the share that stays solved.")
+        if not all(row.able for row in figures):
+            section.notes.append("–: the model cannot do it with a dense cache either, so there is no figure.")
+        formats = list(dict.fromkeys(row.format for row in figures))
+        table = []
+        for group in dict.fromkeys(json.dumps(row.group) for row in figures):
+            same = [row for row in figures if json.dumps(row.group) == group]
+            label = ", ".join(f"{key} {value}" for key, value in same[0].group.items()) or "all"
+            cells = [label, str(same[0].cases)] + ([] if task.compares else [f"{same[0].dense:.0%}"])
+            for row in same:
+                kept = "" if row.kept is None or task.compares else f" ({row.kept:.0%})"
+                cells.append(f"{row.folded:.0%}{kept}" if row.able else "–")
+            table.append(cells)
+        section.tables.append(TableOf(("", "cases", *([] if task.compares else ["dense"]), *formats), table))
+        yield section
+
+
+def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
+    for row in rows:
+        part = row["first_divergence"]
+        section = Section(f"{row['format']}: {row['executors'][0]} and {row['executors'][1]}")
+        section.notes.append(
+            f"{row['tokens']:,} tokens read; of {row['generated']} written greedily, "
+            + ("all are the same." if part is None else f"the first {part} are the same.")
+        )
+        section.tables.append(
+            TableOf(
+                ("layer", "equal key codes", "equal value codes", "scale error", "hidden cosine", "smallest"),
+                [
+                    (
+                        str(layer["layer"]),
+                        *("–" if layer[f"{side}_match"] is None else f"{layer[f'{side}_match']:.2%}" for side in SIDES),
+                        "–" if layer["scale_error"] is None else f"{layer['scale_error']:.1e}",
+                        f"{layer['hidden_cosine']:.6f}", f"{layer['hidden_cosine_min']:.6f}",
+                    )
+                    for layer in row["layers"]
+                ],
+            )
+        )  # fmt: skip
+        yield section
+
+
+def _plans(rows: Sequence[Row]) -> Iterator[Section]:
+    for row in rows:
+        model = row.get("model") or "numbers given"
+        section = Section(f"Plan: {model}, {row['memory'] / 1e9:g} GB, {row['context']:,} tokens each")
+        section.tables.append(
+            TableOf(
+                ("format", "bytes/token", "one sequence MB", "longest context", "users"),
+                [
+                    (
+                        each["format"], f"{each['bytes_per_token']:,.0f}", f"{each['held_bytes'] / 1e6:,.1f}",
+                        f"{each['longest_context']:,}", f"{each['users']:,}",
+                    )
+                    for each in row["rows"]
+                ],
+            )
+        )  # fmt: skip
+        yield section
+
+
+def _machine(rows: Sequence[Row]) -> TableOf:
+    measured = next((row["versions"] for row in rows if row.get("versions")), versions())
+    lines = [(name, value) for name, value in measured.items()]
+    lines += [("processor of the report's machine", _processor()), ("cores", str(os.cpu_count()))]
+    return TableOf(("", ""), lines)
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"model name\s*:\s*(.+)", text)
+    return found[1] if found else platform.machine()

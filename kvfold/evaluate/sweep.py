@@ -1,0 +1,426 @@
+"""The sweep: prove each stage right, then walk down in bits, one variable at a time.
+
+The protocol of seed 002. Perplexity cannot tell a coarse code from a bug in what carries it, so the ablation comes
+first, at bits where every stage is nearly lossless; a sweep over a stage that fails would measure the bug. The
+staircase then lowers key bits, value bits, page size and residual one after the other, each from where the one before
+ended, some twenty runs in the place of the grid's hundred.
+"""
+
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvfold.cache.policy import Policy
+from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
+from kvfold.evaluate.quality import evaluate_formats, versions
+from kvfold.evaluate.records import Row, append_row, open_rows
+from kvfold.formats import FAMILIES, Window, get_format
+from kvfold.integrations.transformers import attach, detach
+from kvfold.planning import model_layers
+from kvfold.quant.packing import TILE
+from kvfold.quant.residuals import RESIDUALS
+
+Verdict = Literal["pass", "warn", "fail", "invalid"]
+
+FLOAT16 = 16
+NEARLY_LOSSLESS = 8
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How much perplexity may move, up or down: one that falls is no better than one that rises.
+
+    Attributes
+    ----------
+    pass_abs, pass_pct
+        Both hold for "pass".
+    warn_abs
+        Holds for "warn"; beyond is "fail".
+    lossless_pct, lossless_kl
+        What a stage of the ablation may change: perplexity in percent, and KL(dense ‖ folded) a token in nats.
+    """
+
+    pass_abs: float = 0.3
+    pass_pct: float = 5.0
+    warn_abs: float = 1.0
+    lossless_pct: float = 0.5
+    lossless_kl: float = 0.005
+
+    def verdict(self, dense: float, ppl: float) -> Verdict:
+        """Of a format's perplexity `ppl` beside the dense cache's."""
+        if not (isfinite(dense) and isfinite(ppl)):
+            return "invalid"
+        delta = abs(ppl - dense)
+        if delta <= self.pass_abs and 100 * delta <= self.pass_pct * dense:
+            return "pass"
+        return "warn" if delta <= self.warn_abs else "fail"
+
+    def verdict_of_stage(self, dense: float, ppl: float, kl: float) -> Verdict:
+        """Of a stage of the ablation, which must change next to nothing."""
+        if not (isfinite(dense) and isfinite(ppl) and isfinite(kl)):
+            return "invalid"
+        same = 100 * abs(ppl - dense) <= self.lossless_pct * dense and kl <= self.lossless_kl
+        return "pass" if same else "fail"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run folds into.
+
+    Attributes
+    ----------
+    family
+        "kvfold" or "turboquant" (`kvfold.formats.FAMILIES`).
+    key_bits, value_bits
+        Bits of a code, 16 for float16; those of keys include the residual's.
+    page_size
+        Tokens a page.
+    residual
+        Of keys: "none", "qjl", "srht" or "sign".
+    """
+
+    family: str
+    key_bits: int
+    value_bits: int
+    page_size: int = 64
+    residual: str = "none"
+
+    @property
+    def format(self) -> str:
+        """The name of the pair."""
+        page = "" if self.page_size == 64 else f"@{self.page_size}"
+        residual = "" if self.residual == "none" else f"+{self.residual}"
+        keys = f"{self._side(self.key_bits)}{residual}{page}"
+        values = f"{self._side(self.value_bits)}{page}"
+        return keys if keys == values else f"{keys}:{values}"
+
+    def _side(self, bits: int) -> str:
+        return "float16" if bits == FLOAT16 else f"{self.family}-{bits}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the ablation.
+
+    Attributes
+    ----------
+    name, tests
+        What it is called and what it isolates.
+    bug
+        What a failure means.
+    config
+        What it folds into; None to leave every layer dense.
+    """
+
+    name: str
+    tests: str
+    bug: str
+    config: Config | None
+
+
+def ablation(family: str, residual: str = "qjl") -> tuple[Stage, ...]:
+    """Stages in order: each adds one thing to what those before it have proven."""
+    return (
+        Stage(
+            "identity",
+            "the attached model with every layer dense",
+            "attaching changes the model before anything is folded: look at the attention function, not at formats",
+            None,
+        ),
+        Stage(
+            "bridge",
+            "conversion only: tokens go into pages and are read from there as float16, with no codes",
+            "the conversion between the model's (batch, heads, tokens, head_dim) tensors and pages is wrong, as when "
+            "heads and tokens are swapped or strides ignored. No code was involved, so no choice of bits will mend it",
+            Config(family, FLOAT16, FLOAT16),
+        ),
+        Stage(
+            "keys",
+            f"{NEARLY_LOSSLESS}-bit keys, float16 values",
+            "the keys' rotation, scale, codes or scores are wrong",
+            Config(family, NEARLY_LOSSLESS, FLOAT16),
+        ),
+        Stage(
+            "values",
+            f"float16 keys, {NEARLY_LOSSLESS}-bit values",
+            "the values' rotation, scale, codes or weighted sums are wrong",
+            Config(family, FLOAT16, NEARLY_LOSSLESS),
+        ),
+        Stage(
+            "residual off",
+            f"{NEARLY_LOSSLESS}-bit keys and values",
+            "keys and values are right apart and wrong together",
+            Config(family, NEARLY_LOSSLESS, NEARLY_LOSSLESS),
+        ),
+        Stage(
+            "residual on",
+            f"the same with one key bit spent on {residual} signs",
+            "the residual term is wrong",
+            Config(family, NEARLY_LOSSLESS, NEARLY_LOSSLESS, residual=residual),
+        ),
+    )
+
+
+class StageFailed(ValueError):
+    """A stage of the ablation failed: there is a bug, and a sweep would measure it."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the staircase tries, in its order.
+
+    Attributes
+    ----------
+    key_bits, value_bits
+        Descending; what lies below the first "fail" is not run.
+    page_sizes, residuals
+        Beside those of the first steps (64, "none").
+    """
+
+    key_bits: Sequence[int] = (8, 6, 5, 4, 3, 2)
+    value_bits: Sequence[int] = (8, 6, 4, 3, 2)
+    page_sizes: Sequence[int] = (32, 128)
+    residuals: Sequence[str] = ("qjl", "srht", "sign")
+
+    def __post_init__(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: give at least one number of bits")
+            for bits in getattr(self, name):
+                if not 1 <= bits <= 8:
+                    raise ValueError(f"{name} = {bits}: give bits from 1 to 8")
+        for size in self.page_sizes:
+            if size < TILE or size % TILE:
+                raise ValueError(f"page_sizes = {size}: a page is a multiple of {TILE} tokens")
+        for residual in self.residuals:
+            if residual not in RESIDUALS:
+                raise ValueError(f"residuals = {residual!r}: choose among {', '.join(RESIDUALS)}")
+
+
+class Sweep:
+    """A sweep of one model over one text, into one file.
+
+    Parameters
+    ----------
+    model
+        Not attached; `run` attaches it, and detaches it at its end.
+    passages
+        Tokens, (1, T) each.
+    path
+        JSON-lines file that rows are appended to. Runs that it holds already are not repeated.
+    about
+        What tells sweeps in one file apart: model name, text_sha, ….
+    family
+        Formats to sweep.
+    started
+        Called with stage, format and number of tokens before a run, and with None in the place of the
+        number if the file holds its row.
+    progress
+        Called with tokens read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        passages: Sequence[Tensor],
+        path: Path,
+        about: Row,
+        *,
+        family: str = "kvfold",
+        budgets: Budgets | None = None,
+        steps: Steps | None = None,
+        chunk: int = 256,
+        started: Callable[[str, str, int | None], None] = lambda stage, format, tokens: None,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        if family not in FAMILIES:
+            raise ValueError(f"family = {family!r}: choose one of {', '.join(FAMILIES)}")
+        self.model, self.passages, self.path, self.about = model, passages, path, about
+        self.family, self.chunk = family, chunk
+        self.budgets, self.steps = budgets or Budgets(), steps or Steps()
+        self.started, self.progress = started, progress
+        self.layers = model_layers(model.config.to_dict())
+        self.n_tokens = sum(ids.shape[1] - 1 for ids in passages)
+        self.known = open_rows(path)
+
+    def run(self) -> tuple[list[Row], list[Row]]:
+        """The ablation's rows, and if all of it holds, those of the staircase.
+
+        Raises
+        ------
+        StageFailed
+            If a stage of the ablation fails.
+        """
+        try:
+            return self.ablate(), self.descend()
+        finally:
+            detach(self.model)
+
+    def ablate(self) -> list[Row]:
+        """Rows of the ablation."""
+        rows = []
+        for stage in ablation(self.family, self.steps.residuals[0] if self.steps.residuals else "qjl"):
+            row = self._measure(f"ablation/{stage.name}", stage.config)
+            if row["verdict"] != "pass":
+                raise StageFailed(
+                    f"the ablation stops at its {stage.name} stage ({stage.tests}): perplexity {row['ppl_fp16']:.3f} "
+                    f"became {row['ppl_tq']:.3f}, verdict {row['verdict']}. {stage.bug[0].upper()}{stage.bug[1:]}. "
+                    "Nothing is swept over it: mend it and run again, stages that passed are not repeated"
+                )
+            rows.append(row)
+        return rows
+
+    def descend(self) -> list[Row]:
+        """Rows of the staircase, each format once."""
+        rows: dict[str, Row] = {}
+
+        def step(name: str, configs: Iterable[Config], stop_at_fail: bool = False) -> Config:
+            """Run configs; the cheapest that passes, or else the one that comes closest."""
+            ran = []
+            for config in configs:
+                row = rows[config.format] = self._measure(name, config)
+                ran.append((config, row))
+                if stop_at_fail and row["verdict"] in ("fail", "invalid"):
+                    break
+            passed = [(config, row) for config, row in ran if row["verdict"] == "pass"]
+            if passed:
+                return min(passed, key=lambda each: (each[1]["bits_per_value"], each[1]["kl_mean"]))[0]
+            return min(ran, key=lambda each: abs(each[1]["abs_delta"]))[0]
+
+        steps, family = self.steps, self.family
+        most = max(steps.value_bits)
+        key_bits, value_bits = (sorted(bits, reverse=True) for bits in (steps.key_bits, steps.value_bits))
+        best = step("key_bits", [Config(family, bits, most) for bits in key_bits], stop_at_fail=True)
+        best = step("value_bits", [replace(best, value_bits=bits) for bits in value_bits], stop_at_fail=True)
+        best = step("page_size", [best, *(replace(best, page_size=size) for size in steps.page_sizes)])
+        if best.key_bits > 1:
+            step("residual", [best, *(replace(best, residual=residual) for residual in steps.residuals)])
+        return list(rows.values())
+
+    def _measure(self, stage: str, config: Config | None) -> Row:
+        """The row of a configuration, from the file if it is there. A stage that failed is measured again."""
+        format = "dense" if config is None else config.format
+        isolated = stage.startswith("ablation/")
+        about = {**self.about, "n_tokens": self.n_tokens}
+        described = self._describe(config)
+        for row in reversed(self.known):
+            if row.get("eval") == about and row.get("config") == described:
+                row = {**row, "verdict": self._verdict(row, isolated)}
+                if not isolated or row["verdict"] == "pass":
+                    self.started(stage, format, None)
+                    return row
+        self.started(stage, format, (3 if config is None else 2) * (self.n_tokens + len(self.passages)))
+        row = {"ts": _now(), "host": socket.gethostname(), "stage": stage, "config": described, "eval": about}
+        row |= self._evaluate(format, config)
+        row["verdict"] = self._verdict(row, isolated)
+        append_row(self.path, row)
+        self.known.append(row)
+        return row
+
+    def _verdict(self, row: Row, isolated: bool) -> Verdict:
+        dense, ppl = row["ppl_fp16"], row["ppl_tq"]
+        return (
+            self.budgets.verdict_of_stage(dense, ppl, row["kl_mean"]) if isolated else self.budgets.verdict(dense, ppl)
+        )
+
+    def _policy(self, config: Config | None) -> Policy:
+        if config is None:
+            return Policy(f"{self.family}-4", exceptions=[(i, "dense") for i in range(len(self.layers))])
+        # float16 has no window of its own, so the bridge gets that of the formats that it is to carry.
+        window = get_format(f"{self.family}-4", 64).window
+        bare = {config.key_bits, config.value_bits} == {FLOAT16}
+        return Policy(config.format, window=window if bare and window != Window() else None)
+
+    def _evaluate(self, format: str, config: Config | None) -> Row:
+        dense_ppl = None
+        if config is None:  # against the model as it was before kvfold touched it
+            detach(self.model)
+            meter = FidelityMeter()
+            for ids in self.passages:
+                dense = DynamicCache(config=self.model.config)
+                read_in_lockstep(self.model, ids, dense, {}, {"dense": meter}, chunk=self.chunk, progress=self.progress)
+            dense_ppl = meter.result().ppl
+        attach(self.model)
+        (quality,) = evaluate_formats(
+            self.model, self.passages, {format: self._policy(config)}, chunk=self.chunk, progress=self.progress
+        )
+        dense_ppl = quality.ppl_dense if dense_ppl is None else dense_ppl
+        delta = quality.ppl - dense_ppl
+        return {
+            "ppl_fp16": dense_ppl,
+            "ppl_tq": quality.ppl,
+            "abs_delta": delta,
+            "rel_delta": delta / dense_ppl,
+            "runtime_sec": {"fp16": quality.seconds_dense, "tq": quality.seconds},
+            "kl_mean": quality.kl_mean,
+            "kl_p99": quality.kl_p99,
+            "top1": quality.top1,
+            "bits_per_value": quality.bits_per_value,
+            "held_bytes": quality.held_bytes,
+            "versions": versions(),
+        }
+
+    def _describe(self, config: Config | None) -> Row:
+        """The seed's fields, and ours."""
+        head_dim = next((layer.key_dim for layer in self.layers if layer.kind == "full"), None)
+        if config is None:
+            return {"format": "dense", "family": self.family, "head_dim": head_dim}
+        return {
+            "format": config.format, **asdict(config), "group_size": head_dim,
+            "use_qjl": config.residual == "qjl", "head_dim": head_dim,
+        }  # fmt: skip
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def pareto(rows: Sequence[Row], cost: str = "bits_per_value", loss: str = "kl_mean") -> list[Row]:
+    """Rows that no other row beats in both cost and loss, cheapest first."""
+    front: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row[cost], row[loss])):
+        if isfinite(row[loss]) and (not front or row[loss] < front[-1][loss]):
+            front.append(row)
+    return front
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A format, and why."""
+
+    format: str
+    reason: str
+
+
+def recommend(rows: Sequence[Row], budgets: Budgets) -> Recommendation:
+    """The format of the staircase that holds the fewest bits within the budgets."""
+    limits = f"Δ ≤ {budgets.pass_abs:g} and ≤ {budgets.pass_pct:g} %"
+    passed = [row for row in rows if row["verdict"] == "pass"]
+    if not passed:
+        best = min((row for row in rows if row["verdict"] != "invalid"), key=lambda row: abs(row["abs_delta"]))
+        return Recommendation(
+            best["config"]["format"],
+            f"nothing meets {limits}; this comes closest with ΔPPL {best['abs_delta']:+.3f} "
+            f"({100 * best['rel_delta']:+.1f} %)",
+        )
+    best = min(passed, key=lambda row: (row["bits_per_value"], row["kl_mean"]))
+    reason = (
+        f"it holds the fewest bits a value ({best['bits_per_value']:.2f}) of the "
+        f"{len(passed)} that meet {limits}: ΔPPL {best['abs_delta']:+.3f} ({100 * best['rel_delta']:+.1f} %), "
+        f"KL {best['kl_mean']:.4f}"
+    )
+    cheaper = [row for row in rows if row["bits_per_value"] < best["bits_per_value"]]
+    if cheaper:
+        nearest = max(cheaper, key=lambda row: row["bits_per_value"])
+        reason += (
+            f". The next cheaper, {nearest['config']['format']} at {nearest['bits_per_value']:.2f} bits, is a "
+            f"{nearest['verdict']} with ΔPPL {nearest['abs_delta']:+.3f}"
+        )
+    return Recommendation(best["config"]["format"], reason)

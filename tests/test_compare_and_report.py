@@ -1,0 +1,135 @@
+"""Two executors beside each other, and the page of all results."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import _kvfold
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.evaluate.compare import Executor, compare
+from kvfold.evaluate.report import Results, render
+
+
+def test_an_executor_agrees_with_itself() -> None:
+    from conftest import tiny_model
+
+    model = tiny_model("llama")
+    ids = torch.randint(3, 256, (1, 300), generator=torch.Generator().manual_seed(0))
+    seen: list[int] = []
+    same = compare(model, ids, "kvfold-4", (Executor("float64"),) * 2, generate=5, progress=seen.append)
+    assert sum(seen) == 2 * 305
+    assert len(same.layers) == 4
+    for layer in same.layers:
+        assert (layer.key_match, layer.value_match, layer.scale_error) == (1, 1, 0)
+        assert layer.hidden_cosine_min == pytest.approx(1, abs=1e-12)
+    assert same.first_divergence is None
+    assert not hasattr(model, "_kvfold_attached")  # copies were attached, not the model itself
+
+    other = compare(model, ids, "kvfold-4", (Executor("float64"), Executor("bfloat16")), generate=5)
+    for layer in other.layers:
+        assert layer.key_match is not None
+        assert 0.2 < layer.key_match < 0.995
+        assert layer.scale_error > 0
+        assert 0.9 < layer.hidden_cosine < 0.99999
+
+
+def test_float32_and_bfloat16_agree_on_a_real_model(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = demo
+    kvfold.detach(model)
+    ids = tokenizer(kvfold.evaluate.standard_text()[:1500], return_tensors="pt").input_ids
+    result = compare(model, ids, "kvfold-4", (Executor("float32"), Executor("bfloat16")), generate=2)
+    assert result.layers[0].key_match > 0.8  # before errors of earlier layers
+    assert result.layers[0].value_match > 0.97
+    assert min(layer.hidden_cosine for layer in result.layers) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("float32/bfloat16", "names two dtypes, float32 and bfloat16"),
+        ("float99", "'float99' is neither a dtype"),
+        ("", "'' is neither"),
+    ],
+)
+def test_executors_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Executor.parse(text)
+    assert Executor.parse("cpu/bfloat16") == Executor("bfloat16", "cpu")
+
+
+class _Page(HTMLParser):
+    """Collects tags and whatever a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attributes:
+            outside = name in ("src", "href", "xlink:href") and value and not value.startswith(("#", "data:"))
+            if outside or tag in ("script", "link", "iframe"):
+                self.fetched.append(f"{tag} {name}={value}")
+
+
+def test_report(tmp_path: Path) -> None:
+    """From rows that the commands really wrote to a page that fetches nothing."""
+    files = []
+    for name, command in {
+        "eval.json": ("eval", "--passage", "150", "--passages", "1", "--formats", "kvfold-4,turboquant-3"),
+        "tasks.json": ("tasks", "--tasks", "needle", "--lengths", "120", "--repeats", "1", "--formats", "kvfold-4"),
+        "compare.json": ("compare", "--tokens", "120", "--generate", "2"),
+        "plan.json": ("plan", "--model", "smollm2", "--memory", "1GB"),
+    }.items():
+        run = _kvfold(*command, "--json")
+        assert run.returncode == 0, run.stderr
+        files.append(tmp_path / name)
+        files[-1].write_text(run.stdout)
+    out = tmp_path / "report.html"
+    run = _kvfold("report", *map(str, files), "--out", str(out))
+    assert run.returncode == 0, run.stderr
+    text = out.read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.fetched == []
+    assert not re.search(r"url\((?!#)|@import", text)
+    # The Pareto plot, a heat map of layers for each of two formats, and needles dense and folded.
+    assert page.tags.count("svg") == 1 + 2 + 2
+    assert page.tags.count("h2") == 5
+    rows = json.loads(files[0].read_text())
+    for row in rows:
+        assert row["format"] in text
+        assert f"{row['kl_mean']:.4f}" in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such file"),
+        ("[]", "hold no results"),
+        ('{"a": 1}', "a row that no kvfold command writes"),
+        ("[3]", "holds a int where a row of results belongs"),
+        ('{"kl_mean": 1}\n{"kl', "line 2"),
+    ],
+)
+def test_report_errors(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content + "\n")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        render(Results.read([path]))
+
+
+def test_plan_draws(tmp_path: Path) -> None:
+    plot = tmp_path / "plan.svg"
+    run = _kvfold("plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--plot", str(plot))
+    assert run.returncode == 0, run.stderr
+    assert "<svg" in plot.read_text()

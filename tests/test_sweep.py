@@ -1,0 +1,215 @@
+"""The sweep: a planted bug stops it, a kill does not lose a row."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import _kvfold
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.cache.rows import FoldedRows
+from kvfold.evaluate.records import append_row, open_rows, read_rows
+from kvfold.evaluate.sweep import Budgets, Config, StageFailed, Steps, Sweep, ablation, pareto, recommend
+from kvfold.formats import get_formats
+from kvfold.formats.base import Format
+from kvfold.formats.centred import Centred
+from kvfold.formats.page import Pages, TokenCodes
+
+
+def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> Sweep:
+    kvfold.detach(model)
+    return Sweep(model, [ids[:, 2000:2300]], path, {"model": "smollm2"}, **options)
+
+
+def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the bug of seed 002: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
+    fold_pages, fold_tokens = FoldedRows._fold_pages, FoldedRows._fold_tokens
+
+    def swapped(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(x.shape)
+
+    def pages(self: FoldedRows, fmt: Format, x: Tensor) -> Pages:
+        return fold_pages(self, fmt, swapped(x))
+
+    def tokens(self: FoldedRows, fmt: Format, x: Tensor, slot: int) -> Pages:
+        return fold_tokens(self, fmt, swapped(x), slot)
+
+    monkeypatch.setattr(FoldedRows, "_fold_pages", pages)
+    monkeypatch.setattr(FoldedRows, "_fold_tokens", tokens)
+
+
+@pytest.mark.parametrize("family", ["kvfold", "turboquant"])
+def test_a_planted_bug_stops_the_ablation_at_the_bridge(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    text_ids: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    model, _ = demo
+    path = tmp_path / "sweep.jsonl"
+    with monkeypatch.context() as patch:
+        _swap_heads_and_tokens(patch)
+        with pytest.raises(
+            StageFailed, match=r"stops at its bridge stage.*heads and tokens are swapped.*Nothing is swept"
+        ):
+            _sweep(model, text_ids, path, family=family).run()
+        stages = [(row["stage"], row["verdict"]) for row in read_rows(path)]
+        assert stages == [("ablation/identity", "pass"), ("ablation/bridge", "fail")]
+    # Mended, the stage that failed is measured again, the one that passed is not.
+    job = _sweep(model, text_ids, path, family=family)
+    rows = job.ablate()
+    assert [row["verdict"] for row in rows] == ["pass"] * 6
+    assert len(read_rows(path)) == 2 + 5
+    assert rows[0]["kl_mean"] == 0  # attaching alone changes nothing
+    assert 0 < rows[1]["kl_mean"] < 1e-4  # float16
+
+
+def test_a_bug_in_values_stops_at_the_values_stage(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    text_ids: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = Centred.encode
+
+    def shifted(self: Centred, x: Tensor) -> TokenCodes:
+        codes = encode(self, x)
+        return replace(codes, code=255 - codes.code) if self.lanes == "channels" else codes
+
+    monkeypatch.setattr(Centred, "encode", shifted)
+    with pytest.raises(StageFailed, match=r"stops at its values stage"):
+        _sweep(demo[0], text_ids, tmp_path / "sweep.jsonl").run()
+
+
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    out = tmp_path / "sweep.jsonl"
+    arguments = (
+        "sweep", "--out", str(out), "--passage", "200", "--key-bits", "4,3,2", "--value-bits", "4,2",
+        "--page-sizes", "32", "--residuals", "sign", "--json", "--pass-abs", "9", "--pass-pct", "20",
+        "--warn-abs", "20",
+    )  # fmt: skip
+    command = [sys.executable, "-c", "from kvfold.cli import main; main()", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.read_text().count("\n") >= 7):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with out.open("a") as file:
+        file.write('{"ts": "2026-')  # killed in the middle of a row
+    before = [line for line in out.read_text().splitlines() if line.endswith("}")]
+
+    run = _kvfold(*arguments)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    lines = out.read_text().splitlines()
+    assert lines[: len(before)] == before
+    formats = [json.loads(line)["config"]["format"] for line in lines]
+    assert len(formats) == len(set(formats)) > 10
+    staircase = {row["config"]["format"]: row["stage"] for row in result["staircase"]}
+    assert set(staircase.values()) == {"key_bits", "value_bits", "page_size", "residual"}
+    assert result["recommended"] in staircase
+    assert result["recommended"] in result["pareto"]
+    assert "fewest bits" in result["why"]
+    fields = "ts host config eval ppl_fp16 ppl_tq abs_delta rel_delta runtime_sec verdict"
+    for line in lines:
+        row = json.loads(line)
+        assert set(fields.split()) <= set(row)
+        assert row["abs_delta"] == pytest.approx(row["ppl_tq"] - row["ppl_fp16"])
+    assert {"key_bits", "value_bits", "group_size", "use_qjl", "head_dim"} <= set(json.loads(lines[-1])["config"])
+
+
+def test_a_corrupt_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for i in range(3):
+        append_row(path, {"i": i})
+    assert [row["i"] for row in open_rows(path)] == [0, 1, 2]
+    content = path.read_text().replace('{"i": 1}', '{"i": 1')
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: not a row of results .* The 1 rows before it are whole"):
+        open_rows(path)
+    run = _kvfold("sweep", "--out", str(path))
+    assert (run.returncode, "line 2" in run.stderr) == (1, True)
+    assert path.read_text() == content
+    path.write_text('{"i": 0}\n{"i": 1}')  # whole, only its newline is missing
+    assert len(open_rows(path)) == 2
+    append_row(path, {"i": 2})
+    assert [row["i"] for row in read_rows(path)] == [0, 1, 2]
+
+
+def test_verdicts() -> None:
+    budgets = Budgets()
+    for ppl, verdict in ((10.2, "pass"), (9.8, "pass"), (10.31, "warn"), (9.5, "warn"), (11.01, "fail"), (5.0, "fail")):
+        assert budgets.verdict(10.0, ppl) == verdict
+    assert budgets.verdict(4.0, 4.25) == "warn"  # within 0.3, beyond 5 %
+    assert Budgets(pass_pct=10).verdict(4.0, 4.25) == "pass"
+    assert budgets.verdict(10.0, math.inf) == budgets.verdict(math.nan, 10.0) == "invalid"
+    assert budgets.verdict_of_stage(10.0, 10.04, 0.0) == "pass"
+    assert budgets.verdict_of_stage(10.0, 9.9, 0.0) == "fail"
+    assert budgets.verdict_of_stage(10.0, 10.0, 0.1) == "fail"  # the same perplexity, other predictions
+    assert budgets.verdict_of_stage(10.0, 10.0, math.nan) == "invalid"
+
+
+def test_configs_have_names_that_formats_understand() -> None:
+    expected = {
+        Config("kvfold", 4, 4): "kvfold-4",
+        Config("kvfold", 4, 3, 32): "kvfold-4@32:kvfold-3@32",
+        Config("turboquant", 3, 4, residual="qjl"): "turboquant-3+qjl:turboquant-4",
+        Config("kvfold", 16, 8): "float16:kvfold-8",
+        Config("kvfold", 16, 16): "float16",
+    }
+    for config, name in expected.items():
+        assert config.format == name
+        get_formats(name, 64, 64)
+    assert [stage.name for stage in ablation("kvfold")][:2] == ["identity", "bridge"]
+
+
+def _row(format: str, bits: float, kl: float, delta: float, verdict: str) -> dict[str, Any]:
+    return {
+        "stage": "key_bits", "config": {"format": format}, "bits_per_value": bits, "kl_mean": kl, "abs_delta": delta,
+        "rel_delta": delta / 10, "verdict": verdict,
+    }  # fmt: skip
+
+
+def test_pareto_and_recommendation() -> None:
+    rows = [
+        _row("a", 8, 0.001, 0.0, "pass"),
+        _row("b", 5, 0.01, 0.1, "pass"),
+        _row("c", 4, 0.02, 0.2, "pass"),
+        _row("d", 6, 0.05, 0.2, "pass"),
+        _row("e", 3, 0.3, 0.8, "warn"),
+        _row("f", 2, math.nan, math.nan, "invalid"),
+    ]
+    assert [row["config"]["format"] for row in pareto(rows)] == ["e", "c", "b", "a"]
+    best = recommend(rows, Budgets())
+    assert best.format == "c"
+    assert "4.00" in best.reason
+    assert "The next cheaper, e at 3.00 bits, is a warn" in best.reason
+    nothing = recommend([row for row in rows if row["verdict"] != "pass"], Budgets())
+    assert nothing.format == "e"
+    assert "nothing meets" in nothing.reason
+
+
+def test_errors(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="family = 'nope': choose one of kvfold, turboquant"):
+        _sweep(demo[0], text_ids, tmp_path / "x.jsonl", family="nope")
+    with pytest.raises(ValueError, match="key_bits is empty"):
+        Steps(key_bits=())
+    with pytest.raises(ValueError, match=r"value_bits = 9: give bits from 1 to 8"):
+        Steps(value_bits=(9,))
+    with pytest.raises(ValueError, match="page_sizes = 40"):
+        Steps(page_sizes=(40,))
+    with pytest.raises(ValueError, match="residuals = 'nope'"):
+        Steps(residuals=("nope",))
