@@ -1,4 +1,4 @@
-"""Reference attention against dense attention over the unfolded cache, query by query."""
+"""Attention of every backend against dense attention over the unfolded cache, query by query."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attention import attend, attend_dense
+from kvfold.attention import BACKENDS, attend, attend_dense, cpu, dispatch
 from kvfold.attention.reference import page_outputs, page_scores
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.formats import get_format, get_formats
@@ -14,6 +14,15 @@ from kvfold.formats.page import PageForm, TokenCodes, level_table
 from kvfold.quant.transforms import Transform
 
 BATCH, KV_HEADS = 2, 2
+
+
+@pytest.fixture(params=list(BACKENDS), autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend in turn, where it takes the call."""
+    name = request.param
+    monkeypatch.setattr(
+        dispatch, "_fastest", lambda *call: name if name != "cpu" or cpu.unsupported(*call) is None else "reference"
+    )
 
 
 def _qkv(tokens: int, repeat: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +199,7 @@ def test_never_unpacks_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> Non
     levels = PageForm.levels
     monkeypatch.setattr(PageForm, "levels", lambda form, pages: unpacked.append(pages.tokens) or levels(form, pages))
     q, key, value = _qkv(3000, 1, 64, 64)
-    attend(q, LayerCache("turboquant-4").append(key, value), scaling=0.2)
+    attend(q, LayerCache("turboquant-4").append(key, value), scaling=0.2, backend="reference")
     assert max(unpacked) <= reference.PAGE_BLOCK * 64 < 3000
 
 

@@ -38,6 +38,21 @@ def test_an_executor_agrees_with_itself() -> None:
         assert 0.9 < layer.hidden_cosine < 0.99999
 
 
+def test_the_kernel_and_the_reference_agree_on_a_real_model(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    model, tokenizer = demo
+    kvfold.detach(model)
+    ids = tokenizer(kvfold.evaluate.standard_text()[:2500], return_tensors="pt").input_ids
+    result = compare(model, ids, "kvfold-4", (Executor(backend="reference"), Executor()), generate=8)
+    for layer in result.layers:
+        assert layer.key_match > 0.99
+        assert layer.value_match > 0.99
+        assert layer.hidden_cosine > 0.999
+    assert result.layers[0].key_match == 1
+    assert result.first_divergence is None
+
+
 def test_float32_and_bfloat16_agree_on_a_real_model(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = demo
     kvfold.detach(model)

@@ -1,6 +1,6 @@
-"""Attention over folded caches: `reference` is the truth."""
+"""Attention over folded caches."""
 
 from kvfold.attention.dense import attend_dense
-from kvfold.attention.reference import attend, attend_rows
+from kvfold.attention.dispatch import BACKENDS, attend
 
-__all__ = ["attend", "attend_dense", "attend_rows"]
+__all__ = ["BACKENDS", "attend", "attend_dense"]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.cache.layer import Appended
 from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.formats.page import PageForm, Pages, add_first
 
@@ -19,66 +18,6 @@ PAGE_BLOCK = 16
 """Pages that are unpacked at a time."""
 SCORE_BLOCK = 2**20
 """About how many scores are held at a time; sets the number of queries that go through the keys together."""
-
-
-@torch.no_grad()
-def attend(
-    query: Tensor,
-    new: Appended,
-    *,
-    scaling: float,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """Attention of the tokens just appended over everything that their layer holds.
-
-    For inference: no gradients flow through it.
-
-    Parameters
-    ----------
-    query
-        (batch, heads, n, key_dim) for the n columns of `new`; heads a multiple of kv_heads, query
-        head h reading KV head h // (heads / kv_heads).
-    new
-        What `LayerCache.append` returned for these tokens.
-    scaling
-        Factor on the scores, usually key_dim**-0.5.
-    mask
-        None for causal attention. Otherwise (batch or 1, heads or 1, n, columns): bool, True where a
-        query may attend; or floating point, added to the scores. It then decides alone, causality
-        included.
-    softcap
-        If given, scores become softcap·tanh(score / softcap), before the mask.
-    sink_logits
-        If given, one logit a head, (heads,), that takes part in the softmax and has no value
-        (attention sinks of gpt-oss).
-
-    Returns
-    -------
-    Tensor
-        (batch, heads, n, value_dim) in the query's dtype; 0 for queries that are padding or that the
-        mask bars from every key.
-    """
-    value_dim = new.layer.value_dim
-    out = query.new_zeros(*query.shape[:3], value_dim)
-    for group, dense in zip(new.layer.groups, new.dense, strict=True):
-        skip = max(group.padding - new.first_column, 0)
-        own_mask = None
-        if mask is not None:
-            own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
-            own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
-        result = attend_rows(
-            group.own(query, new.first_column),
-            group.rows,
-            dense,
-            scaling=scaling,
-            mask=own_mask,
-            softcap=softcap,
-            sink_logits=sink_logits,
-        )
-        out[group.batch_rows, :, skip:] = result.to(out.dtype)
-    return out
 
 
 def attend_rows(

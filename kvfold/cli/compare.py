@@ -18,7 +18,7 @@ from kvfold.integrations.models import load_model
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help="An executor: dtype and device between slashes.")] = "float32",
+    a: Annotated[str, typer.Argument(help="An executor: dtype, device and backend between slashes.")] = "float32",
     b: Annotated[str, typer.Argument(help="Another.")] = "bfloat16",
     model: Model = "smollm2",
     format: Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")] = DEFAULT,
@@ -35,6 +35,8 @@ def compare(
     first different token of a greedy continuation.
 
     kvfold compare float32 bfloat16
+
+    kvfold compare float32/reference float32
 
     kvfold compare float32/cpu float32/cuda --format turboquant-4
     """

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
+from kvfold.attention import BACKENDS
 from kvfold.cache.store import PageStore
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
@@ -32,17 +33,21 @@ class Executor:
         Of the weights and activations: a name of torch's.
     device
         "cpu", "cuda", "cuda:1", ….
+    backend
+        Of attention: one of `kvfold.attention.BACKENDS`, by default the fastest. The device "cpu" and the backend
+        "cpu" share their name, so that the default on a CPU is its kernel.
     """
 
     dtype: str = "float32"
     device: str = "cpu"
+    backend: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Executor":
-        """From parts between slashes in any order, such as "bfloat16", "float32/cuda"."""
+        """From parts between slashes in any order, such as "bfloat16", "float32/cuda", "reference"."""
         chosen: dict[str, str] = {}
         for part in text.split("/"):
-            kind = "dtype" if part in DTYPES else "device"
+            kind = "dtype" if part in DTYPES else "backend" if part in BACKENDS and part != "cpu" else "device"
             if kind in chosen:
                 raise ValueError(f"executor = {text!r} names two {kind}s, {chosen[kind]} and {part}")
             if kind == "device":
@@ -51,14 +56,14 @@ class Executor:
                 except (RuntimeError, AssertionError) as error:
                     reason = str(error).split("\n")[0]
                     raise ValueError(
-                        f"executor = {text!r}: {part!r} is neither a dtype ({', '.join(DTYPES)}) nor a device that "
-                        f"works here ({reason})"
+                        f"executor = {text!r}: {part!r} is neither a dtype ({', '.join(DTYPES)}), nor a backend "
+                        f"({', '.join(BACKENDS)}), nor a device that works here ({reason})"
                     ) from None
             chosen[kind] = part
         return cls(**chosen)
 
     def __str__(self) -> str:
-        return f"{self.dtype}/{self.device}"
+        return "/".join(part for part in (self.dtype, self.device, self.backend) if part)
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def _run(
     progress: Callable[[int], None],
 ) -> tuple[FoldedCache, list[Tensor], list[int]]:
     own = copy.deepcopy(model).to(executor.device, DTYPES[executor.dtype])
-    attach(own)
+    attach(own, executor.backend)
     # The dtype of dense tokens would otherwise follow the executor's, and both are to hold the same.
     cache = FoldedCache(own.config, format, dense_dtype=torch.float32)
     outputs: dict[int, list[Tensor]] = {}

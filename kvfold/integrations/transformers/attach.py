@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,17 +10,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvfold.attention import attend, attend_dense
+from kvfold.attention import BACKENDS, attend, attend_dense
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.handle import FoldedHandle, appended_of
 
 logger = logging.getLogger("kvfold")
 
 NAME = "kvfold"
+"""Name of the attention function; `kvfold_reference` and so on ask for one backend."""
 _STATE = "_kvfold_attached"
 
 
-def attach(model: PreTrainedModel) -> bool:
+def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     """Make `model` read folded caches folded.
 
     Its attention implementation becomes "kvfold": folded layers are read as codes, dense layers (and
@@ -29,6 +31,9 @@ def attach(model: PreTrainedModel) -> bool:
     ----------
     model
         Any decoder-only model of transformers ≥ 5.16 whose attention can be replaced.
+    backend
+        One of `kvfold.attention.BACKENDS`; None for the fastest that takes each call. A model that is
+        attached already keeps what it has.
 
     Returns
     -------
@@ -38,13 +43,16 @@ def attach(model: PreTrainedModel) -> bool:
     """
     if hasattr(model, _STATE):
         return True
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
+    name = NAME if backend is None else f"{NAME}_{backend}"
     decoder = model.get_decoder()
     before = [(config, config._attn_implementation_internal) for config in _configs(decoder.config)]
     try:
-        decoder.set_attn_implementation(NAME)
+        decoder.set_attn_implementation(name)
     except ValueError as error:
         logger.warning("kvfold.attach: %s", error)
-    if decoder.config._attn_implementation != NAME:
+    if decoder.config._attn_implementation != name:
         _restore(before)
         logger.warning(
             "%s has its own attention code, which cannot be replaced: it runs with a FoldedCache, but unfolds it "
@@ -120,6 +128,7 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    backend: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of every layer of an attached model."""
@@ -138,7 +147,9 @@ def _attention(
             )
         if kwargs.get("position_bias") is not None:
             raise ValueError("this model adds position biases to its scores, which folded attention does not take")
-        out = attend(query, appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
+        out = attend(
+            query, appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux, backend=backend
+        )
     elif softcap is not None or s_aux is not None:
         out = attend_dense(query, key, value, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
     else:
@@ -146,5 +157,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+for _backend in (None, *BACKENDS):
+    _name = NAME if _backend is None else f"{NAME}_{_backend}"
+    AttentionInterface.register(_name, partial(_attention, backend=_backend))
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -3,3 +3,61 @@ from torch import Tensor
 def pack(codes: Tensor, packed: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack(packed: Tensor, codes: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack_levels(packed: Tensor, lut: Tensor, levels: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
+def instruction_sets() -> list[str]: ...
+
+class Side:
+    def __init__(
+        self,
+        code: int,
+        code_batch: int,
+        code_head: int,
+        page_size: int,
+        code_dim: int,
+        bits: bytes,
+        lanes_are_tokens: bool,
+        lut: int,
+        lut_row: int,
+    ) -> None: ...
+    def set_scale(self, scale: int, offset: int, batch: int, head: int, groups: int) -> None: ...
+    def set_centre(self, centre: int, channel_scale: int, batch: int, head: int, dim: int) -> None: ...
+
+class Attention:
+    def __init__(
+        self,
+        isa: str,
+        batch: int,
+        kv_heads: int,
+        repeat: int,
+        queries: int,
+        key_dim: int,
+        value_dim: int,
+        threads: int,
+    ) -> None: ...
+    def set_pages(self, count: int, keys: Side, values: Side, first: int, folded_stop: int) -> None: ...
+    def add_span(
+        self,
+        key: int,
+        value: int,
+        key_batch: int,
+        key_head: int,
+        key_token: int,
+        value_batch: int,
+        value_head: int,
+        value_token: int,
+        dtype: int,
+        first: int,
+        tokens: int,
+        start: int,
+        stop: int,
+    ) -> None: ...
+    def set_mask(self, mask: int, batch: int, head: int, query: int, columns: int) -> None: ...
+    def attend(
+        self,
+        rotated_query: int,
+        query: int,
+        softcap: float,
+        rotated: int,
+        plain: int,
+        maximum: int,
+        total: int,
+    ) -> None: ...

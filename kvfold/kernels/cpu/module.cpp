@@ -1,10 +1,14 @@
 // Python bindings of the CPU kernels: checks shapes, drops the GIL, calls. Tensors cross as DLPack.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "attend.h"
 #include "pack.h"
 
 namespace nb = nanobind;
@@ -61,9 +65,121 @@ void unpack_levels(ConstBytes packed, ConstFloats lut, Floats levels, nb::bytes 
   kvfold::serial::unpack_levels(packed.data(), lut.data(), lut.shape(1), levels.data(), job.pages, job.shape);
 }
 
+template <typename T>
+const T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+// A kvfold::Side that owns its bits. Addresses and strides are those of torch tensors, which the caller keeps alive
+// and whose shapes it has checked.
+struct OwnedSide : kvfold::Side {
+  std::string own_bits;
+  OwnedSide(std::uintptr_t code_at, std::size_t code_batch_stride, std::size_t code_head_stride, std::size_t page_size,
+            std::size_t code_dim, nb::bytes bits, bool lanes_are_tokens, std::uintptr_t lut_at, std::size_t lut_row)
+      : own_bits(bits.c_str(), bits.size()) {
+    code = pointer<std::uint8_t>(code_at);
+    code_batch = code_batch_stride, code_head = code_head_stride;
+    shape.page_size = page_size, shape.head_dim = code_dim, shape.lanes_are_tokens = lanes_are_tokens;
+    lut = pointer<float>(lut_at), lut_stride = lut_row;
+  }
+  void set_scale(std::uintptr_t scale_at, std::uintptr_t offset_at, std::size_t batch, std::size_t head, std::size_t n) {
+    scale = pointer<std::uint16_t>(scale_at), offset = pointer<std::uint16_t>(offset_at);
+    scale_batch = batch, scale_head = head, groups = n;
+  }
+  void set_centre(std::uintptr_t centre_at, std::uintptr_t channel_scale_at, std::size_t batch, std::size_t head,
+                  std::size_t dim) {
+    centre = pointer<std::uint16_t>(centre_at), channel_scale = pointer<std::uint16_t>(channel_scale_at);
+    centre_batch = batch, centre_head = head, centre_dim = dim;
+  }
+  kvfold::Side view() const {
+    kvfold::Side side = *this;
+    side.shape.bits = own_bits.empty() ? nullptr : reinterpret_cast<const std::uint8_t*>(own_bits.data());
+    return side;
+  }
+};
+
+// The instruction sets that this machine runs, best first.
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512vnni")) names.push_back("avx512vnni");
+    names.push_back("avx512");
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names.push_back("avx2");
+#endif
+  names.push_back("serial");
+  return names;
+}
+
+using Run = void (*)(const kvfold::Attention&);
+
+Run find(const std::string& isa) {
+  for (const std::string& name : instruction_sets())
+    if (name == isa) {
+#if defined(__x86_64__)
+      if (isa == "avx512vnni") return kvfold::avx512vnni::attend;
+      if (isa == "avx512") return kvfold::avx512::attend;
+      if (isa == "avx2") return kvfold::avx2::attend;
+#endif
+      return kvfold::serial::attend;
+    }
+  throw std::invalid_argument("this machine does not run " + isa);
+}
+
+struct Task : kvfold::Attention {
+  Run run;
+  std::vector<kvfold::Span> own_spans;
+  Task(const std::string& isa, std::size_t batch_rows, std::size_t heads, std::size_t repeats, std::size_t n,
+       std::size_t key_channels, std::size_t value_channels, int thread_count)
+      : run(find(isa)) {
+    batch = batch_rows, kv_heads = heads, repeat = repeats, queries = n;
+    key_dim = key_channels, value_dim = value_channels, threads = thread_count;
+  }
+  void set_pages(std::size_t count, const OwnedSide& key_side, const OwnedSide& value_side, std::int64_t first,
+                 std::uintptr_t folded_stop_at) {
+    pages = count, keys = key_side.view(), values = value_side.view(), pages_first = first;
+    folded_stop = pointer<std::int64_t>(folded_stop_at);
+  }
+  void add_span(std::uintptr_t key, std::uintptr_t value, std::size_t key_batch, std::size_t key_head,
+                std::size_t key_token, std::size_t value_batch, std::size_t value_head, std::size_t value_token, int dtype,
+                std::int64_t first, std::size_t tokens, std::uintptr_t start, std::uintptr_t stop) {
+    own_spans.push_back({pointer<void>(key), pointer<void>(value), key_batch, key_head, key_token, value_batch, value_head,
+                         value_token, static_cast<kvfold::Dtype>(dtype), first, tokens, pointer<std::int64_t>(start),
+                         pointer<std::int64_t>(stop)});
+  }
+  void set_mask(std::uintptr_t at, std::size_t batch_stride, std::size_t head, std::size_t query_stride,
+                std::int64_t columns) {
+    mask = pointer<std::uint8_t>(at), mask_batch = batch_stride, mask_head = head, mask_query = query_stride;
+    mask_columns = columns;
+  }
+  void attend(std::uintptr_t rotated_query_at, std::uintptr_t query_at, float cap, std::uintptr_t rotated_at,
+              std::uintptr_t plain_at, std::uintptr_t maximum_at, std::uintptr_t total_at) {
+    rotated_query = pointer<float>(rotated_query_at), query = pointer<float>(query_at), softcap = cap;
+    rotated = reinterpret_cast<float*>(rotated_at), plain = reinterpret_cast<float*>(plain_at);
+    maximum = reinterpret_cast<float*>(maximum_at), total = reinterpret_cast<float*>(total_at);
+    spans = own_spans.data(), span_count = own_spans.size();
+    nb::gil_scoped_release release;
+    run(*this);
+  }
+};
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
+  m.def("instruction_sets", &instruction_sets);
+  nb::class_<OwnedSide>(m, "Side")
+      .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t, nb::bytes, bool, std::uintptr_t,
+                    std::size_t>())
+      .def("set_scale", &OwnedSide::set_scale)
+      .def("set_centre", &OwnedSide::set_centre);
+  nb::class_<Task>(m, "Attention")
+      .def(nb::init<const std::string&, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, int>())
+      .def("set_pages", &Task::set_pages)
+      .def("add_span", &Task::add_span)
+      .def("set_mask", &Task::set_mask)
+      .def("attend", &Task::attend);
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);

@@ -1,0 +1,119 @@
+"""Decode attention over folded pages against dense attention in torch, in paired runs.
+
+For each shape, format and number of threads: the time of one query token's attention, folded and by the best of several
+dense ways, alternating in one process; medians, the ratio's median and quartiles, and the time that streaming the same
+folded bytes once takes.
+
+    python benchmarks/attention.py [--formats kvfold-4,turboquant-3,turboquant-2] [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvfold.attention import attend, cpu
+from kvfold.cache.layer import LayerCache
+from kvfold.cache.report import held_bytes
+from kvfold.evaluate.quality import versions
+
+SHAPES = {
+    "8x4 D128 32768": (8, 4, 128, 32_768),
+    "3x3 D64 8000": (3, 3, 64, 8_000),
+}
+"""KV heads, query heads a KV head, head_dim, tokens."""
+
+
+def dense_ways(q: Tensor, key: Tensor, value: Tensor, repeat: int) -> dict[str, Callable[[], Tensor]]:
+    """Ways that torch has to attend densely, for one query token."""
+    batch, heads, _, dim = q.shape
+    grouped = q.view(batch, heads // repeat, repeat, dim)
+
+    def products(k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return ((x @ k.mT) * dim**-0.5).softmax(-1) @ v
+
+    k32, v32 = key.float(), value.float()
+    return {
+        "bf16 sdpa, grouped": lambda: scaled_dot_product_attention(q.bfloat16(), key, value, enable_gqa=True),
+        "bf16 products": lambda: products(key, value, grouped.bfloat16()),
+        "fp32 sdpa, grouped": lambda: scaled_dot_product_attention(q, k32, v32, enable_gqa=True),
+        "fp32 products": lambda: products(k32, v32, grouped),
+    }
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="kvfold-4,turboquant-4,turboquant-3,turboquant-2,turboquant-8")
+    parser.add_argument("--rounds", type=int, default=15, help="paired runs")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, separated by commas")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    rows = []
+    for shape, (kv_heads, repeat, dim, tokens) in SHAPES.items():
+        torch.manual_seed(0)
+        key, value = torch.randn(2, 1, kv_heads, tokens, dim)
+        q = torch.randn(1, kv_heads * repeat, 1, dim)
+        ways = dense_ways(q, key.bfloat16(), value.bfloat16(), repeat)
+        for threads in map(int, args.threads.split(",")):
+            torch.set_num_threads(threads)
+            best = {name: min(seconds(run) for _ in range(5)) for name, run in ways.items()}
+            dense = {kind: min((t, n) for n, t in best.items() if n.startswith(kind))[1] for kind in ("bf16", "fp32")}
+            for name in args.formats.split(","):
+                cache = LayerCache(name)
+                cache.append(key[:, :, :-1], value[:, :, :-1])
+                new = cache.append(key[:, :, -1:], value[:, :, -1:])
+                store = cache.groups[0].rows
+                stream = torch.empty(held_bytes([store.pages()]) // 4, dtype=torch.float32).normal_()
+                times: dict[str, list[float]] = {"folded": [], "bf16": [], "fp32": [], "stream": []}
+                for _ in range(args.rounds):
+                    times["folded"].append(seconds(lambda new=new: attend(q, new, scaling=dim**-0.5)))
+                    for kind, way in dense.items():
+                        times[kind].append(seconds(ways[way]))
+                    times["stream"].append(seconds(stream.sum))
+                ratio = {
+                    kind: [d / f for d, f in zip(times[kind], times["folded"], strict=True)]
+                    for kind in ("bf16", "fp32")
+                }
+                quartiles = statistics.quantiles(ratio["bf16"], n=4)
+                rows.append({
+                    "shape": shape, "threads": threads, "format": name, "instruction_set": cpu.INSTRUCTION_SETS[0],
+                    "folded_ms": 1e3 * statistics.median(times["folded"]),
+                    "bf16_ms": 1e3 * statistics.median(times["bf16"]), "bf16_way": dense["bf16"],
+                    "fp32_ms": 1e3 * statistics.median(times["fp32"]), "fp32_way": dense["fp32"],
+                    "stream_ms": 1e3 * statistics.median(times["stream"]),
+                    "ratio_bf16": statistics.median(ratio["bf16"]), "ratio_bf16_quartiles": [quartiles[0], quartiles[2]],
+                    "ratio_fp32": statistics.median(ratio["fp32"]), "folded_mb": held_bytes([store.pages()]) / 1e6,
+                    "versions": versions(),
+                })  # fmt: skip
+    table = Table(title="one query token, ms; ratios are dense over folded")
+    for column in ("shape", "threads", "format", "folded", "stream", "bf16", "fp32", "bf16 ratio", "fp32 ratio"):
+        table.add_column(column, justify="left" if column in ("shape", "format") else "right")
+    for row in rows:
+        low, high = row["ratio_bf16_quartiles"]
+        table.add_row(
+            row["shape"], str(row["threads"]), row["format"], f"{row['folded_ms']:.2f}", f"{row['stream_ms']:.2f}",
+            f"{row['bf16_ms']:.2f}", f"{row['fp32_ms']:.2f}", f"{row['ratio_bf16']:.2f} ({low:.2f}–{high:.2f})",
+            f"{row['ratio_fp32']:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Attention over a layer's cache, by the backend that fits."""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvfold.attention import cpu, reference
+from kvfold.cache.layer import Appended
+from kvfold.cache.rows import FoldedRows
+
+logger = logging.getLogger("kvfold")
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {"cpu": cpu.attend_rows, "reference": reference.attend_rows}
+"""Ways to compute, by name; all take what `kvfold.attention.reference.attend_rows` takes."""
+
+
+@torch.no_grad()
+def attend(
+    query: Tensor,
+    new: Appended,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention of the tokens just appended over everything that their layer holds.
+
+    For inference: no gradients flow through it.
+
+    Parameters
+    ----------
+    query
+        (batch, heads, n, key_dim) for the n columns of `new`; heads a multiple of kv_heads, query
+        head h reading KV head h // (heads / kv_heads).
+    new
+        What `LayerCache.append` returned for these tokens.
+    scaling
+        Factor on the scores, usually key_dim**-0.5.
+    mask
+        None for causal attention. Otherwise (batch or 1, heads or 1, n, columns): bool, True where a
+        query may attend; or floating point, added to the scores. It then decides alone, causality
+        included.
+    softcap
+        If given, scores become softcap·tanh(score / softcap), before the mask.
+    sink_logits
+        If given, one logit a head, (heads,), that takes part in the softmax and has no value
+        (attention sinks of gpt-oss).
+    backend
+        One of `BACKENDS`; None for the fastest that takes this call, with a word in the log, once, if it
+        is the reference for want of a kernel.
+
+    Returns
+    -------
+    Tensor
+        (batch, heads, n, value_dim) in the query's dtype; 0 for queries that are padding or that the
+        mask bars from every key.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
+    value_dim = new.layer.value_dim
+    out = query.new_zeros(*query.shape[:3], value_dim)
+    for group, dense in zip(new.layer.groups, new.dense, strict=True):
+        skip = max(group.padding - new.first_column, 0)
+        own_mask = None
+        if mask is not None:
+            own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
+            own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
+        run = BACKENDS[backend or _fastest(query, group.rows, mask)]
+        result = run(
+            group.own(query, new.first_column),
+            group.rows,
+            dense,
+            scaling=scaling,
+            mask=own_mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+        )
+        out[group.batch_rows, :, skip:] = result.to(out.dtype)
+    return out
+
+
+def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
+    """The backend for a call. float64 queries go to the reference, which alone computes in float64."""
+    if query.dtype == torch.float64:
+        return "reference"
+    why = cpu.unsupported(query, rows, mask)
+    if why is None:
+        return "cpu"
+    _warn_once(why)
+    return "reference"
+
+
+@cache
+def _warn_once(why: str) -> None:
+    logger.warning("attention runs in the reference implementation, which is slow: %s", why)

@@ -1,0 +1,2 @@
+#define KVFOLD_ISA avx512vnni
+#include "attend_impl.h"

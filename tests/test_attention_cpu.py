@@ -1,0 +1,167 @@
+"""The CPU kernel against the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.attention import attend, cpu, dispatch, reference
+from kvfold.cache.layer import Appended, LayerCache
+
+FORMATS = (
+    "kvfold-4",
+    "turboquant-3",
+    "kvfold-1:turboquant-2",
+    "kvfold-5:turboquant-6",
+    "turboquant-7:kvfold-8",
+    "turboquant-4+qjl:kvfold-3+sign",
+    "float16:turboquant-3",
+    "kvfold-4@128",
+    "turboquant-2@16",
+)
+
+
+def _both(new: Appended, q: Tensor, isa: str = cpu.INSTRUCTION_SETS[0], **options: object) -> tuple[Tensor, Tensor]:
+    rows, dense = new.layer.groups[0].rows, new.dense[0]
+    assert cpu.unsupported(q, rows, options.get("mask")) is None
+    options = {"scaling": q.shape[-1] ** -0.5, **options}
+    return cpu.attend_rows(q, rows, dense, instruction_set=isa, **options), reference.attend_rows(
+        q, rows, dense, **options
+    )
+
+
+def _fill(
+    format: str, tokens: int, n: int, *, batch: int = 2, kv_heads: int = 2, dims: tuple[int, int] = (64, 64)
+) -> Appended:
+    """A cache of `tokens` tokens whose last `n` came together."""
+    generator = torch.Generator().manual_seed(tokens)
+    cache = LayerCache(format)
+    key, value = (torch.randn(batch, kv_heads, tokens, dim, generator=generator) + 0.5 for dim in dims)
+    if tokens > n:
+        cache.append(key[:, :, :-n], value[:, :, :-n])
+    return cache.append(key[:, :, -n:], value[:, :, -n:])
+
+
+def _close(got: Tensor, expected: Tensor, isa: str = cpu.INSTRUCTION_SETS[0]) -> None:
+    """Up to rounding; integer products up to a small part of what the codes lose (`test_its_own_error_…`)."""
+    if isa == "avx512vnni":
+        assert (got - expected).square().sum() <= 1e-3 * expected.square().sum()
+    else:
+        torch.testing.assert_close(got, expected, atol=2e-5 * expected.abs().max().item(), rtol=2e-5)
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_decode(format: str, isa: str) -> None:
+    for tokens in (1, 15, 16, 17, 100, 700):
+        new = _fill(format, tokens, 1)
+        q = 3 * torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(0))
+        _close(*_both(new, q, isa), isa)
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_prompts_in_chunks(format: str, isa: str) -> None:
+    for tokens, n in ((300, 300), (300, 77), (130, 129), (5, 5)):
+        new = _fill(format, tokens, n)
+        q = 3 * torch.randn(2, 6, n, 64, generator=torch.Generator().manual_seed(0))
+        _close(*_both(new, q, isa), isa)
+
+
+@pytest.mark.parametrize("repeat", [1, 3, 4, 7, 16])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256), (192, 128), (40, 24), (576, 512)])
+def test_shapes(dims: tuple[int, int], repeat: int) -> None:
+    for n in (1, 50):
+        new = _fill("kvfold-4", 250, n, dims=dims)
+        q = 3 * torch.randn(2, 2 * repeat, n, dims[0], generator=torch.Generator().manual_seed(0))
+        _close(*_both(new, q))
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
+def test_masks_caps_and_sinks(format: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 60):
+        new = _fill(format, 260, n)
+        q = 3 * torch.randn(2, 6, n, 64, generator=generator)
+        for shape in ((1, 1, n, 260), (2, 1, n, 260), (2, 6, n, 260)):
+            mask = torch.rand(shape, generator=generator) < 0.7
+            mask[..., :1, :] = False  # a query that may look nowhere
+            _close(*_both(new, q, mask=mask))
+            _close(*_both(new, q, mask=mask.transpose(2, 3).contiguous().transpose(2, 3)))
+        got, expected = _both(new, q, mask=torch.zeros(1, 1, n, 260, dtype=torch.bool))
+        assert not got.any()
+        assert not expected.any()
+        _close(*_both(new, q, softcap=2.0))
+        _close(*_both(new, q, sink_logits=torch.randn(6, generator=generator)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_of_what_stays_dense(dtype: torch.dtype) -> None:
+    cache = LayerCache("kvfold-4", dense_dtype=dtype)
+    key, value = torch.randn(2, 1, 2, 150, 64, generator=torch.Generator().manual_seed(0))
+    new = cache.append(key.to(dtype), value.to(dtype))
+    _close(*_both(new, torch.randn(1, 4, 150, 64)))
+
+
+def test_views_of_any_stride() -> None:
+    """Keys as models give them: (batch, tokens, heads, dim) transposed."""
+    key, value = torch.randn(2, 2, 90, 3, 64, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    new = LayerCache("kvfold-4").append(key, value)
+    q = torch.randn(2, 90, 6, 64).transpose(1, 2)
+    _close(*_both(new, q))
+
+
+def test_one_thread_and_many_agree() -> None:
+    new = _fill("kvfold-4", 3000, 1)
+    q = torch.randn(2, 6, 1, 64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _both(new, q)[0]
+        torch.set_num_threads(4)
+        _close(_both(new, q)[0], alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+def test_its_own_error_is_invisible_beside_the_codec(isa: str) -> None:
+    """At most 1 % of the power of the codec's error, for every format, 8 bits included."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 1, 2, 1000, 64, generator=generator)
+    q = torch.randn(1, 6, 1, 64, generator=generator)
+    scores = q.double() @ key.double().repeat_interleave(3, 1).mT / 8
+    dense = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)
+    for format in ("turboquant-8", "kvfold-8", "turboquant-4", "kvfold-4", "kvfold-3", "turboquant-2", "kvfold-1"):
+        new = LayerCache(format).append(key, value)
+        rows, span = new.layer.groups[0].rows, new.dense[0]
+        fast = cpu.attend_rows(q, rows, span, scaling=1 / 8, instruction_set=isa).double()
+        exact = reference.attend_rows(q.double(), new.layer.groups[0].rows, new.dense[0], scaling=1 / 8)
+        own, codec = (fast - exact).square().sum(), (exact - dense).square().sum()
+        assert own < 0.01 * codec, (format, (own / codec).item())
+
+
+def test_a_call_that_it_does_not_take_says_why() -> None:
+    new = _fill("kvfold-4", 20, 1)
+    q = torch.randn(2, 6, 1, 64)
+    rows = new.layer.groups[0].rows
+    assert cpu.unsupported(q, rows, torch.zeros(1, 1, 1, 20)) == (
+        "the CPU kernel takes masks of bool, and this is one of torch.float32"
+    )
+    assert "no queries of torch.float64" in cpu.unsupported(q.double(), rows, None)
+    with pytest.raises(ValueError, match="this machine does not run nope"):
+        _both(new, q, "nope")
+
+
+def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    new = _fill("kvfold-4", 20, 1)
+    q = torch.randn(2, 6, 1, 64)
+    dispatch._warn_once.cache_clear()
+    for _ in range(3):
+        attend(q, new, scaling=0.1, mask=torch.zeros(1, 1, 1, 20))
+        attend(q.double(), new, scaling=0.1)  # the reference by right: it alone computes in float64
+    assert [record.message for record in caplog.records] == [
+        "attention runs in the reference implementation, which is slow: the CPU kernel takes masks of bool, and this "
+        "is one of torch.float32"
+    ]
+    with pytest.raises(ValueError, match="backend = 'nope': choose one of cpu, reference"):
+        attend(q, new, scaling=0.1, backend="nope")
