@@ -22,6 +22,7 @@ bench: $(VENV)/ready
 	$(BIN)/kvfold eval
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/attention.py
 
 setup: $(VENV)/ready
 

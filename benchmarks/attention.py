@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ def main() -> None:
                 stream = torch.empty(held_bytes([store.pages()]) // 4, dtype=torch.float32).normal_()
                 times: dict[str, list[float]] = {"folded": [], "bf16": [], "fp32": [], "stream": []}
                 for _ in range(args.rounds):
-                    times["folded"].append(seconds(lambda new=new: attend(q, new, scaling=dim**-0.5)))
+                    times["folded"].append(seconds(partial(attend, q, new, scaling=dim**-0.5)))
                     for kind, way in dense.items():
                         times[kind].append(seconds(ways[way]))
                     times["stream"].append(seconds(stream.sum))
@@ -96,7 +97,8 @@ def main() -> None:
                     "bf16_ms": 1e3 * statistics.median(times["bf16"]), "bf16_way": dense["bf16"],
                     "fp32_ms": 1e3 * statistics.median(times["fp32"]), "fp32_way": dense["fp32"],
                     "stream_ms": 1e3 * statistics.median(times["stream"]),
-                    "ratio_bf16": statistics.median(ratio["bf16"]), "ratio_bf16_quartiles": [quartiles[0], quartiles[2]],
+                    "ratio_bf16": statistics.median(ratio["bf16"]),
+                    "ratio_bf16_quartiles": [quartiles[0], quartiles[2]],
                     "ratio_fp32": statistics.median(ratio["fp32"]), "folded_mb": held_bytes([store.pages()]) / 1e6,
                     "versions": versions(),
                 })  # fmt: skip
