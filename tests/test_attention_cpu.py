@@ -6,6 +6,8 @@ from torch import Tensor
 
 from kvfold.attention import attend, cpu, dispatch, reference
 from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.store import PageStore
+from kvfold.formats.page import PageForm, TokenCodes
 
 FORMATS = (
     "kvfold-4",
@@ -150,6 +152,51 @@ def test_a_call_that_it_does_not_take_says_why() -> None:
     assert "no queries of torch.float64" in cpu.unsupported(q.double(), rows, None)
     with pytest.raises(ValueError, match="this machine does not run nope"):
         _both(new, q, "nope")
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("parts", [(), ("offset",), ("centre", "channel_scale"), ("offset", "centre", "channel_scale")])
+def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: str) -> None:
+    """Pages that no format of today makes: offsets, channel scales, groups of channels, bits that differ."""
+    generator = torch.Generator().manual_seed(0)
+    new = _fill("kvfold-4", 300, 1)
+    rows = new.layer.groups[0].rows
+    for name in ("keys", "values"):
+        old = getattr(rows, name)
+        bits = (4, 3, 1, 2) if groups == 1 else (8, 5, 3, 6)
+        lut = torch.randn(4, 256, generator=generator)
+        form = PageForm(64, 64, bits, lut, old.form.transform, old.form.lanes)
+        shape = (2, 2, old.count, 64)
+        code = torch.rand(*shape, 64, generator=generator) * 2.0 ** torch.tensor(bits).repeat_interleave(16)
+        store = PageStore(form)
+        optional = {
+            "offset": torch.randn(*shape, groups, generator=generator).half(),
+            "centre": torch.randn(2, 2, old.count, 64, generator=generator).half(),
+            "channel_scale": torch.rand(2, 2, old.count, 64, generator=generator).half(),
+        }
+        scale = torch.rand(*shape, groups, generator=generator).half()
+        store.append(form.pack(TokenCodes(code.to(torch.uint8), scale, **{part: optional[part] for part in parts})))
+        setattr(rows, name, store)
+    q = 0.3 * torch.randn(2, 6, 1, 64, generator=generator)
+    integers = isa == "avx512vnni" and groups == 1 and "channel_scale" not in parts
+    _close(*_both(new, q, isa), isa if integers else "")
+
+
+def test_calls_that_would_read_astray_are_refused() -> None:
+    new = _fill("kvfold-4", 100, 4)
+    rows, dense = new.layer.groups[0].rows, new.dense[0]
+    q = torch.randn(2, 6, 4, 64)
+    for bad in (q[:, :5], q[:, :1], q[:, :, :0], q.repeat(1, 1, 30, 1)):
+        with pytest.raises(ValueError, match="query has shape"):
+            cpu.attend_rows(bad, rows, dense, scaling=1.0)
+    for shape in ((3, 1, 4, 100), (2, 2, 4, 100), (2, 6, 3, 100)):
+        with pytest.raises(ValueError, match="mask has shape"):
+            cpu.attend_rows(q, rows, dense, scaling=1.0, mask=torch.ones(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match="NaN or an infinity"):
+        cpu.attend_rows(q / 0, rows, dense, scaling=1.0)
+    with pytest.raises(ValueError, match=r"backend = 'cpu', but the CPU kernel takes no queries of torch.float64"):
+        attend(q.double(), new, scaling=1.0, backend="cpu")
 
 
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

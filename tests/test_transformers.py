@@ -207,8 +207,8 @@ class TestLayers:
 
 class TestErrors:
     def test_unknown_format(self, llama: PreTrainedModel) -> None:
-        with pytest.raises(ValueError, match="format = 'kvfold-5' is not known: choose one of"):
-            FoldedCache(llama.config, "kvfold-5")
+        with pytest.raises(ValueError, match="format = 'nope-5' is not known: choose one of"):
+            FoldedCache(llama.config, "nope-5")
 
     def test_head_dim(self) -> None:
         config = transformers.LlamaConfig(hidden_size=120, num_attention_heads=10, num_hidden_layers=1)

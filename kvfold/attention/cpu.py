@@ -50,9 +50,12 @@ def attend_rows(
     """
     batch, heads, n, key_dim = query.shape
     kv_heads, value_dim = rows.kv_heads, rows.value_dim
+    _check(query, rows, mask)
     q = (query.float() * scaling).contiguous()
     rotated_q = rows.keys.form.transform.apply_to_query(q).contiguous()
-    t = torch.arange(rows.length - n, rows.length)
+    if not bool(rotated_q.isfinite().all()):
+        raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
+    t = torch.arange(rows.length - n, rows.length, device=query.device)
     folded_until = rows.folded_until(t, dense.start if dense is not None else rows.length)
     after = t + 1 if mask is None else torch.full_like(t, rows.length)  # a mask decides alone
     folded_stop = torch.minimum(folded_until, after)
@@ -90,6 +93,20 @@ def attend_rows(
         total += torch.exp(sink_logits.float().view(1, heads, 1, 1) - maximum)
     out = rows.values.form.transform.invert(rotated).add_(plain).div_(total)
     return out if bool((total > 0).all()) else out.where(total > 0, 0)
+
+
+def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
+    """Raise unless the shapes are those that the kernel will go by."""
+    batch, heads, n, _ = query.shape
+    if not batch or not n or heads % rows.kv_heads or heads < rows.kv_heads or n > rows.length:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)}: give (batch, heads, n, key_dim) with heads a multiple of the "
+            f"cache's {rows.kv_heads} KV heads, and n from 1 to its {rows.length} tokens"
+        )
+    if mask is not None:
+        fits = (mask.shape[0] in (1, batch), mask.shape[1] in (1, heads), mask.shape[2] in (1, n))
+        if mask.ndim != 4 or not all(fits):
+            raise ValueError(f"mask has shape {tuple(mask.shape)}: give (batch or 1, heads or 1, n or 1, tokens)")
 
 
 def _side(store: PageStore) -> module.Side:

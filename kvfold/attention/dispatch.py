@@ -70,7 +70,10 @@ def attend(
         if mask is not None:
             own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
             own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
-        run = BACKENDS[backend or _fastest(query, group.rows, mask)]
+        chosen = backend or _fastest(query, group.rows, mask)
+        if chosen == "cpu" and (why := cpu.unsupported(query, group.rows, mask)) is not None:
+            raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
+        run = BACKENDS[chosen]
         result = run(
             group.own(query, new.first_column),
             group.rows,

@@ -32,8 +32,8 @@ def tasks(
     ] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="JSON-lines file of outcomes; cases that it holds already are not repeated.")
-    ] = None,
+        Path, typer.Option(help="JSON-lines file of outcomes; cases that it holds already are not repeated.")
+    ] = Path("tasks.jsonl"),
     plot: Annotated[Path | None, typer.Option(help="Draw the needle grid into this .png, .svg or .pdf.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     as_json: Json = False,
@@ -48,8 +48,10 @@ def tasks(
     for name in names:
         check_names(name)
     plots.check(plot)
+    if plot is not None and not any(isinstance(task, Needle) for task in chosen):
+        raise ValueError(f"plot = {str(plot)!r} draws the needle grid, but --tasks leaves the needle out")
     weights = parse_dtype(dtype)
-    known = open_rows(out) if out is not None else []
+    known = open_rows(out)
     network, tokenizer = load_model(model, weights)
     attach(network)
     about = {"model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch.")}
@@ -66,8 +68,7 @@ def tasks(
             progress.advance(bar, sum(lengths_of.get(row["case"], 0) for row in reused))
 
             def done(outcome: Outcome, replies: Any, bar: Any = bar, lengths_of: dict[str, int] = lengths_of) -> None:
-                if out is not None:
-                    append_row(out, outcome_row(outcome, replies, **about, versions=versions()))
+                append_row(out, outcome_row(outcome, replies, **about, versions=versions()))
                 progress.advance(bar, lengths_of[outcome.case])
 
             outcomes[task.name] = run_task(network, tokenizer, task, names, seed, known, done)
@@ -94,6 +95,8 @@ def _chosen(only: str, lengths: str, repeats: int) -> list[Task]:
         if isinstance(task, Needle):
             task = replace(task, lengths=tuple(listed_integers("lengths", lengths)), repeats=repeats)
         chosen.append(task)
+    if not chosen:
+        raise ValueError(f"tasks = {only!r}: choose among {', '.join(TASKS)}")
     return chosen
 
 
@@ -117,7 +120,9 @@ def _print(task: Task, rows: list[TaskRow], outcomes: list[Outcome]) -> None:
         if not own[0].able:
             cells += ["–"] * len(formats)
         else:
-            cells += [f"{row.folded:.0%}" + ("" if row.kept is None else f" ({row.kept:.0%})") for row in own]
+            cells += [
+                f"{row.folded:.0%}" + ("" if row.kept is None or task.compares else f" ({row.kept:.0%})") for row in own
+            ]
         if label == "all" and len(groups) > 1:
             table.add_section()
         table.add_row(*cells)

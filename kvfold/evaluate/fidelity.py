@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import exp
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 
@@ -77,7 +77,7 @@ class FidelityMeter:
 
 @torch.no_grad()
 def read_in_lockstep(
-    model: PreTrainedModel,
+    model: Callable[..., Any],
     ids: Tensor,
     dense: Cache,
     folded: Mapping[str, Cache],
@@ -94,7 +94,7 @@ def read_in_lockstep(
     Parameters
     ----------
     model
-        An attached model.
+        An attached model, or what may be called like one.
     ids
         Tokens, (1, T).
     dense

@@ -100,11 +100,12 @@ def pareto_plot(rows: Sequence[Row], front: Sequence[Row]) -> "Figure":
     anchor = max((row for row in shown if row.get("key_error")), key=lambda row: row["kl_mean"], default=None)
     if anchor is not None:
         errors = [e for e in (*anchor["key_error"], *anchor["value_error"]) if e is not None and e == e]
+    if anchor is not None and _mean(errors) > 0:
         factor = anchor["kl_mean"] / _mean(errors)
         bits = [b / 10 for b in range(10, 91)]
         axis.plot(
             bits, [factor * 4**-b for b in bits], "--", color=GRAY, lw=1,
-            label=f"bound 4^−b, scaled to {anchor['format']}",
+            label=f"bound 4^−b, by the loss of {anchor['format']}",
         )  # fmt: skip
     axis.set_yscale("log")
     low = min((r["kl_mean"] for r in shown), default=1e-3)

@@ -10,12 +10,15 @@ logger = logging.getLogger("kvfold")
 
 Row = dict[str, Any]
 
+START = b'{"'
+"""How every row begins."""
+
 
 def read_rows(path: Path) -> list[Row]:
     """Rows of a JSON-lines file.
 
-    A last line that was cut off while it was written (it has no newline and is no JSON) is not a row; that is
-    logged.
+    A last line that was cut off while it was written (it has no newline, and begins as a row does) is not a row;
+    that is logged.
 
     Raises
     ------
@@ -23,17 +26,17 @@ def read_rows(path: Path) -> list[Row]:
         If another line is not a JSON object: names the line; the file is left as it is.
     """
     rows: list[Row] = []
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
+    content = path.read_bytes()
+    lines = content.split(b"\n")  # and not at the line separators of Unicode, which answers may hold
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))
             if not isinstance(row, dict):
                 raise ValueError(f"it holds a {type(row).__name__}, not an object")
         except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
+            if number == len(lines) and line.startswith(START):
                 logger.warning("%s: line %d was cut off while it was written; that run is repeated", path, number)
                 break
             raise ValueError(
@@ -56,9 +59,11 @@ def open_rows(path: Path) -> list[Row]:
         last = content.rfind(b"\n") + 1
         try:
             json.loads(content[last:])
-            path.write_bytes(content + b"\n")
         except ValueError:
             os.truncate(path, last)
+        else:
+            with path.open("ab") as file:
+                file.write(b"\n")
     return rows
 
 

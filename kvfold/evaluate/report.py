@@ -26,6 +26,7 @@ INK = "#010203"
 
 
 SIDES = ("key", "value")
+ISOLATED = tuple(f"ablation/{name}" for name in ("identity", "bridge", "keys", "values"))
 
 
 @dataclass
@@ -189,43 +190,52 @@ def _quality(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _sweep(rows: Sequence[Row]) -> Iterator[Section]:
-    if not rows:
-        return
-    for name, own in (
-        ("Ablation", [row for row in rows if row["stage"].startswith("ablation/")]),
-        ("Staircase", [row for row in rows if not row["stage"].startswith("ablation/")]),
-    ):
-        if not own:
-            continue
-        section = Section(f"{name}: {own[0]['eval'].get('model', '')}, {own[0]['eval']['n_tokens']:,} tokens")
-        if name == "Staircase":
-            points = [{**row, "format": row["config"]["format"]} for row in own]
-            section.figures.append(_svg(plots.pareto_plot, points, pareto(points)))
-        else:
+    sweeps: dict[str, list[Row]] = {}
+    for row in rows:
+        sweeps.setdefault(json.dumps([row["eval"], row["config"].get("family")], sort_keys=True), []).append(row)
+    for own in sweeps.values():
+        text = own[0]["eval"]
+        about = f"{own[0]['config'].get('family')}, {text.get('model', '')}, {text['n_tokens']:,} tokens"
+        last = {row["config"]["format"]: row for row in own}  # a stage that failed may have been mended since
+        ablation = [row for row in last.values() if row["stage"].startswith("ablation/")]
+        # The last stages fold both sides, so the staircase may start from them.
+        stairs = [row for row in last.values() if row["stage"] not in ISOLATED]
+        if ablation:
+            section = Section(f"Ablation: {about}")
             section.notes.append("Each stage must change next to nothing; nothing is swept over one that fails.")
-        section.tables.append(
-            TableOf(
-                ("stage", "format", "ΔPPL", "in %", "KL", "bits/value", "verdict"),
-                [
-                    (
-                        row["stage"].removeprefix("ablation/"), row["config"]["format"], f"{row['abs_delta']:+.3f}",
-                        f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}",
-                        row["verdict"],
-                    )
-                    for row in own
-                ],
+            section.tables.append(_runs(ablation))
+            yield section
+        if len(stairs) > 2:
+            section = Section(f"Staircase: {about}")
+            points = [{**row, "format": row["config"]["format"]} for row in stairs]
+            section.figures.append(_svg(plots.pareto_plot, points, pareto(points)))
+            section.tables.append(_runs(stairs))
+            yield section
+
+
+def _runs(rows: Sequence[Row]) -> TableOf:
+    return TableOf(
+        ("stage", "format", "ΔPPL", "in %", "KL", "bits/value", "verdict"),
+        [
+            (
+                row["stage"].removeprefix("ablation/"), row["config"]["format"], f"{row['abs_delta']:+.3f}",
+                f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}",
+                row["verdict"],
             )
-        )  # fmt: skip
-        yield section
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
-    for name in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == name]
+    jobs: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        jobs.setdefault(tuple(row.get(key) for key in ("task", "model", "seed", "dtype")), []).append(row)
+    for (name, model, _, _), own in jobs.items():
         task = TASKS[name]()
         outcomes = [Outcome(**{key: row[key] for key in Outcome.__dataclass_fields__}) for row in own]
         figures = sum_up(task, outcomes)
-        section = Section(f"{name.capitalize()}: {task.summary}", side=True)
+        section = Section(f"{name.capitalize()}: {task.summary}" + (f" ({model})" if model else ""), side=True)
         if name == "needle":
             for format in dict.fromkeys(row["format"] for row in own):
                 grid = [row for row in own if row["format"] == format]
@@ -240,11 +250,12 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
             same = [row for row in figures if json.dumps(row.group) == group]
             label = ", ".join(f"{key} {value}" for key, value in same[0].group.items()) or "all"
             cells = [label, str(same[0].cases)] + ([] if task.compares else [f"{same[0].dense:.0%}"])
-            for row in same:
-                kept = "" if row.kept is None or task.compares else f" ({row.kept:.0%})"
-                cells.append(f"{row.folded:.0%}{kept}" if row.able else "–")
+            for figure in same:
+                kept = "" if figure.kept is None or task.compares else f" ({figure.kept:.0%})"
+                cells.append(f"{figure.folded:.0%}{kept}" if figure.able else "–")
             table.append(cells)
-        section.tables.append(TableOf(("", "cases", *([] if task.compares else ["dense"]), *formats), table))
+        if table:
+            section.tables.append(TableOf(("", "cases", *([] if task.compares else ["dense"]), *formats), table))
         yield section
 
 
@@ -295,7 +306,7 @@ def _plans(rows: Sequence[Row]) -> Iterator[Section]:
 def _machine(rows: Sequence[Row]) -> TableOf:
     measured = next((row["versions"] for row in rows if row.get("versions")), versions())
     lines = [(name, value) for name, value in measured.items()]
-    lines += [("processor of the report's machine", _processor()), ("cores", str(os.cpu_count()))]
+    lines += [("processor of the report's machine", _processor()), ("its cores", str(os.cpu_count()))]
     return TableOf(("", ""), lines)
 
 

@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvfold.cache.policy import Policy
-from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
-from kvfold.evaluate.quality import evaluate_formats, versions
+from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
+from kvfold.evaluate.quality import QualityRow, evaluate_formats, versions
 from kvfold.evaluate.records import Row, append_row, open_rows
 from kvfold.formats import FAMILIES, Window, get_format
-from kvfold.integrations.transformers import attach, detach
+from kvfold.integrations.transformers import FoldedCache, attach, detach
 from kvfold.planning import model_layers
 from kvfold.quant.packing import TILE
 from kvfold.quant.residuals import RESIDUALS
@@ -50,7 +50,7 @@ class Budgets:
     pass_abs: float = 0.3
     pass_pct: float = 5.0
     warn_abs: float = 1.0
-    lossless_pct: float = 0.5
+    lossless_pct: float = 1.0
     lossless_kl: float = 0.005
 
     def verdict(self, dense: float, ppl: float) -> Verdict:
@@ -125,9 +125,9 @@ class Stage:
     config: Config | None
 
 
-def ablation(family: str, residual: str = "qjl") -> tuple[Stage, ...]:
+def ablation(family: str, residual: str | None = "qjl") -> tuple[Stage, ...]:
     """Stages in order: each adds one thing to what those before it have proven."""
-    return (
+    stages = (
         Stage(
             "identity",
             "the attached model with every layer dense",
@@ -163,9 +163,10 @@ def ablation(family: str, residual: str = "qjl") -> tuple[Stage, ...]:
             "residual on",
             f"the same with one key bit spent on {residual} signs",
             "the residual term is wrong",
-            Config(family, NEARLY_LOSSLESS, NEARLY_LOSSLESS, residual=residual),
+            Config(family, NEARLY_LOSSLESS, NEARLY_LOSSLESS, residual=residual or "none"),
         ),
     )
+    return stages if residual else stages[:-1]
 
 
 class StageFailed(ValueError):
@@ -247,8 +248,29 @@ class Sweep:
         self.budgets, self.steps = budgets or Budgets(), steps or Steps()
         self.started, self.progress = started, progress
         self.layers = model_layers(model.config.to_dict())
+        self._check_passages()
         self.n_tokens = sum(ids.shape[1] - 1 for ids in passages)
         self.known = open_rows(path)
+
+    def _check_passages(self) -> None:
+        """Raise if a sweep would fold nothing, or could not fold what it is told to."""
+        folded = [layer for layer in self.layers if layer.kind == "full"]
+        if not folded:
+            raise ValueError(
+                "no layer of this model folds (all have windows, latents or states): there is nothing to sweep"
+            )
+        window = get_format(f"{self.family}-4", 64).window
+        needed = window.sinks + max(64, *self.steps.page_sizes, 0) + window.recent + 1
+        shortest = min(ids.shape[1] for ids in self.passages)
+        if shortest < needed:
+            raise ValueError(
+                f"passage = {shortest}: no page of the largest size folds in so few tokens; give at least {needed}"
+            )
+        if self.steps.residuals and any(layer.key_dim % TILE for layer in folded):
+            raise ValueError(
+                f"residuals = {','.join(self.steps.residuals)!r}: keys of {folded[0].key_dim} channels take none, only "
+                f"multiples of {TILE} do; give an empty list"
+            )
 
     def run(self) -> tuple[list[Row], list[Row]]:
         """The ablation's rows, and if all of it holds, those of the staircase.
@@ -266,7 +288,7 @@ class Sweep:
     def ablate(self) -> list[Row]:
         """Rows of the ablation."""
         rows = []
-        for stage in ablation(self.family, self.steps.residuals[0] if self.steps.residuals else "qjl"):
+        for stage in ablation(self.family, self.steps.residuals[0] if self.steps.residuals else None):
             row = self._measure(f"ablation/{stage.name}", stage.config)
             if row["verdict"] != "pass":
                 raise StageFailed(
@@ -287,7 +309,12 @@ class Sweep:
             for config in configs:
                 row = rows[config.format] = self._measure(name, config)
                 ran.append((config, row))
-                if stop_at_fail and row["verdict"] in ("fail", "invalid"):
+                if row["verdict"] == "invalid":
+                    raise StageFailed(
+                        f"{config.format} gives a perplexity of {row['ppl_tq']}: a bug, and no measure of its bits. "
+                        f"The rows before it are in {self.path}"
+                    )
+                if stop_at_fail and row["verdict"] == "fail":
                     break
             passed = [(config, row) for config, row in ran if row["verdict"] == "pass"]
             if passed:
@@ -313,10 +340,10 @@ class Sweep:
         for row in reversed(self.known):
             if row.get("eval") == about and row.get("config") == described:
                 row = {**row, "verdict": self._verdict(row, isolated)}
-                if not isolated or row["verdict"] == "pass":
+                if row["verdict"] == "pass" or (not isolated and row["verdict"] != "invalid"):
                     self.started(stage, format, None)
                     return row
-        self.started(stage, format, (3 if config is None else 2) * (self.n_tokens + len(self.passages)))
+        self.started(stage, format, 2 * (self.n_tokens + len(self.passages)))
         row = {"ts": _now(), "host": socket.gethostname(), "stage": stage, "config": described, "eval": about}
         row |= self._evaluate(format, config)
         row["verdict"] = self._verdict(row, isolated)
@@ -339,31 +366,46 @@ class Sweep:
         return Policy(config.format, window=window if bare and window != Window() else None)
 
     def _evaluate(self, format: str, config: Config | None) -> Row:
-        dense_ppl = None
-        if config is None:  # against the model as it was before kvfold touched it
-            detach(self.model)
-            meter = FidelityMeter()
-            for ids in self.passages:
-                dense = DynamicCache(config=self.model.config)
-                read_in_lockstep(self.model, ids, dense, {}, {"dense": meter}, chunk=self.chunk, progress=self.progress)
-            dense_ppl = meter.result().ppl
+        if config is None:
+            return self._identity()
         attach(self.model)
         (quality,) = evaluate_formats(
             self.model, self.passages, {format: self._policy(config)}, chunk=self.chunk, progress=self.progress
         )
-        dense_ppl = quality.ppl_dense if dense_ppl is None else dense_ppl
-        delta = quality.ppl - dense_ppl
+        return self._figures(
+            quality.ppl_dense, quality, quality.bits_per_value, quality.held_bytes, quality.seconds_dense
+        )
+
+    def _identity(self) -> Row:
+        """The model with every layer dense, attached, beside itself as it was before kvfold touched it."""
+
+        def run(*arguments: Any, past_key_values: Any, **options: Any) -> Any:
+            (attach if isinstance(past_key_values, FoldedCache) else detach)(self.model)
+            return self.model(*arguments, past_key_values=past_key_values, **options)
+
+        meters = {"dense": FidelityMeter(), "attached": FidelityMeter()}
+        for ids in self.passages:
+            cache = FoldedCache(self.model.config, policy=self._policy(None))
+            dense = DynamicCache(config=self.model.config)
+            read_in_lockstep(run, ids, dense, {"attached": cache}, meters, chunk=self.chunk, progress=self.progress)
+        before, after, report = meters["dense"].result(), meters["attached"].result(), cache.report()
+        return self._figures(before.ppl, after, report.bits_per_value, report.held_bytes, before.seconds)
+
+    def _figures(
+        self, dense_ppl: float, own: Fidelity | QualityRow, bits: float, held_bytes: int, dense_seconds: float
+    ) -> Row:
+        delta = own.ppl - dense_ppl
         return {
             "ppl_fp16": dense_ppl,
-            "ppl_tq": quality.ppl,
+            "ppl_tq": own.ppl,
             "abs_delta": delta,
             "rel_delta": delta / dense_ppl,
-            "runtime_sec": {"fp16": quality.seconds_dense, "tq": quality.seconds},
-            "kl_mean": quality.kl_mean,
-            "kl_p99": quality.kl_p99,
-            "top1": quality.top1,
-            "bits_per_value": quality.bits_per_value,
-            "held_bytes": quality.held_bytes,
+            "runtime_sec": {"fp16": dense_seconds, "tq": own.seconds},
+            "kl_mean": own.kl_mean,
+            "kl_p99": own.kl_p99,
+            "top1": own.top1,
+            "bits_per_value": bits,
+            "held_bytes": held_bytes,
             "versions": versions(),
         }
 
@@ -411,8 +453,9 @@ def recommend(rows: Sequence[Row], budgets: Budgets) -> Recommendation:
             f"({100 * best['rel_delta']:+.1f} %)",
         )
     best = min(passed, key=lambda row: (row["bits_per_value"], row["kl_mean"]))
+    tokens = best["eval"].get("passage", best["eval"]["n_tokens"])
     reason = (
-        f"it holds the fewest bits a value ({best['bits_per_value']:.2f}) of the "
+        f"it holds the fewest bits a value ({best['bits_per_value']:.2f} after {tokens:,} tokens) of the "
         f"{len(passed)} that meet {limits}: ΔPPL {best['abs_delta']:+.3f} ({100 * best['rel_delta']:+.1f} %), "
         f"KL {best['kl_mean']:.4f}"
     )

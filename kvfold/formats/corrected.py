@@ -61,7 +61,7 @@ class Corrected(Format):
     def form(self) -> PageForm:
         main = self.base.form
         rule = get_residual(self.residual, self.head_dim, self.seed + RESIDUAL_SEED)
-        signs = torch.zeros(self.head_dim // TILE, main.lut.shape[-1])
+        signs = torch.zeros_like(main.lut)
         signs[:, 0], signs[:, 1] = -rule.gain, rule.gain
         inverse = main.transform.inverse
         transform = Transform(

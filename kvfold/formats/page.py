@@ -176,7 +176,7 @@ def add_first(y: Tensor, centre: Tensor) -> Tensor:
 
 def level_table(levels: dict[int, tuple[float, ...]], bits: tuple[int, ...]) -> Tensor:
     """One row of levels for each channel group, padded with zeros to the longest."""
-    table = torch.zeros(len(bits), 2 ** max(bits))
+    table = torch.zeros(len(bits), 2 ** max(bits), dtype=torch.float32)
     for row, b in zip(table, bits, strict=True):
         row[: 2**b] = torch.tensor(levels[b])
     return table

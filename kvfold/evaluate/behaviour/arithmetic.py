@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn
+from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
 from kvfold.evaluate.text import standard_text
 
 
@@ -33,7 +33,7 @@ class Arithmetic(Task):
     group_by: ClassVar[tuple[str, ...]] = ("kind", "filler")
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
-        hay = tokenizer(standard_text()).input_ids
+        hay, start_of_prompt = plain(tokenizer, standard_text()), opening(tokenizer)
         cases = []
         for filler in self.fillers:
             random = np.random.RandomState(seed)
@@ -43,8 +43,8 @@ class Arithmetic(Task):
                     question, answer = _question(kind, random)
                     prompt = "".join(f"{q} = {a}\n" for q, a in shown) + f"{question} ="
                     start = random.randint(len(hay) - 2_000)
-                    ids = (*hay[start : start + filler], *tokenizer(f"\n\n{prompt}").input_ids)
-                    budget = len(tokenizer(answer).input_ids) + 6
+                    ids = (*start_of_prompt, *hay[start : start + filler], *plain(tokenizer, f"\n\n{prompt}"))
+                    budget = len(plain(tokenizer, answer)) + 6
                     about = {"kind": kind, "filler": filler, "seed": seed}
                     cases.append(Case(f"{kind}/{filler}/{i}/{seed}", (Turn(ids, budget),), answer, about))
         return cases

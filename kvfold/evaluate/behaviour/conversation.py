@@ -75,7 +75,9 @@ def _hold(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Case], cache: DynamicCache | FoldedCache
 ) -> list[Replies]:
     end = model.generation_config.eos_token_id
-    ends = set(end if isinstance(end, list) else [end]) | {tokenizer.eos_token_id}
+    ends = {
+        token for token in (*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id) if token is not None
+    }
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids, mask = _left_padded([case.turns[0].ids for case in batch], filler or 0, model.device)
     replies: list[Replies] = [[] for _ in batch]
@@ -91,6 +93,7 @@ def _hold(
             min_new_tokens=turn.max_new_tokens if turn.forced else None,
             prefill_chunk_size=PREFILL_CHUNK,
             do_sample=False,
+            eos_token_id=sorted(ends) or None,
             pad_token_id=filler,
         )
         new = out[:, ids.shape[1] :]

@@ -1,5 +1,6 @@
 """A needle in a haystack."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn
+from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
 from kvfold.evaluate.text import standard_text
 
 PLACES = ("lighthouse", "observatory", "archive", "greenhouse", "library", "harbour", "workshop", "museum")
@@ -39,16 +40,18 @@ class Needle(Task):
     group_by: ClassVar[tuple[str, ...]] = ("length", "depth")
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
-        hay = tokenizer(standard_text()).input_ids
+        hay, start_of_prompt = plain(tokenizer, standard_text()), opening(tokenizer)
+        if not self.lengths or not self.depths:
+            raise ValueError("lengths or depths are empty: give at least one of each")
         cases = []
         for repeat in range(self.repeats):
             random = np.random.RandomState(seed + repeat)
             for length in self.lengths:
                 for depth in self.depths:
                     place, number = PLACES[random.randint(len(PLACES))], str(random.randint(10_000, 100_000))
-                    needle = tokenizer(f"\n\nThe secret code of the {place} is {number}.\n\n").input_ids
-                    question = tokenizer(f"\n\nThe secret code of the {place} is").input_ids
-                    room = length - len(needle) - len(question)
+                    needle = plain(tokenizer, f"\n\nThe secret code of the {place} is {number}.\n\n")
+                    question = plain(tokenizer, f"\n\nThe secret code of the {place} is")
+                    room = length - len(start_of_prompt) - len(needle) - len(question)
                     if room < 1:
                         raise ValueError(f"length = {length}: too short for the needle and its question")
                     start = random.randint(max(len(hay) - room, 1))
@@ -56,7 +59,7 @@ class Needle(Task):
                     if len(text) < room:
                         raise ValueError(f"length = {length}: the haystack has only {len(hay)} tokens")
                     at = round(depth * room)
-                    ids = (*text[:at], *needle, *text[at:], *question)
+                    ids = (*start_of_prompt, *text[:at], *needle, *text[at:], *question)
                     about = {"length": length, "depth": depth, "seed": seed + repeat}
                     cases.append(Case(f"{length}/{depth:g}/{seed + repeat}", (Turn(ids, 10),), number, about))
         return cases
@@ -68,4 +71,4 @@ class Needle(Task):
         dense: Sequence[Sequence[int]],
         tokenizer: PreTrainedTokenizerBase,
     ) -> tuple[float, str]:
-        return float(tokenizer.decode(replies[-1]).strip().startswith(case.expected)), ""
+        return float(re.match(rf"\s*{case.expected}(?!\d)", tokenizer.decode(replies[-1])) is not None), ""

@@ -47,7 +47,10 @@ def run_task(
     longest = max(sum(len(turn.ids) + turn.max_new_tokens for turn in case.turns) for case in cases)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and longest > limit:
-        raise ValueError(f"task = {task.name!r} has a case of {longest} tokens, but the model takes {limit}")
+        raise ValueError(
+            f"task = {task.name!r} has a case of {longest} tokens, but the model takes {limit}: give --lengths "
+            "below it, or leave the task out of --tasks"
+        )
     old = {(row["task"], row["case"], row["format"]): row for row in known}
     outcomes: dict[tuple[str, str], Outcome] = {}
     dense: dict[str, Replies] = {}
@@ -112,9 +115,12 @@ class TaskRow:
 
 
 def sum_up(task: Task, outcomes: Sequence[Outcome]) -> list[TaskRow]:
-    """Figures of each group and format; all cases together come last, with an empty group."""
+    """Figures of each group and format, over the cases that all of them have; all together come last, group empty."""
     formats = list(dict.fromkeys(o.format for o in outcomes if o.format != DENSE))
     dense = {o.case: o for o in outcomes if o.format == DENSE}
+    # A file of a job that was killed may lack some.
+    held = [{o.case for o in outcomes if o.format == format} for format in formats]
+    dense = {name: o for name, o in dense.items() if all(name in names for names in held)}
     groups: dict[tuple[Any, ...], list[str]] = {}
     for o in dense.values():
         groups.setdefault(tuple(o.about.get(key) for key in task.group_by), []).append(o.case)

@@ -32,8 +32,7 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     model
         Any decoder-only model of transformers ≥ 5.16 whose attention can be replaced.
     backend
-        One of `kvfold.attention.BACKENDS`; None for the fastest that takes each call. A model that is
-        attached already keeps what it has.
+        One of `kvfold.attention.BACKENDS`; None for the fastest that takes each call.
 
     Returns
     -------
@@ -42,6 +41,9 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
         in the log, and a `FoldedCache` is unfolded when read.
     """
     if hasattr(model, _STATE):
+        own = model.get_decoder().config._attn_implementation
+        if backend is not None and own != f"{NAME}_{backend}":
+            raise ValueError(f"backend = {backend!r}, but the model is attached as {own!r}: kvfold.detach it first")
         return True
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
