@@ -37,7 +37,7 @@ def sweep(
     pass_abs: Annotated[float, typer.Option(help="pass: perplexity moves by no more than this,")] = 0.3,
     pass_pct: Annotated[float, typer.Option(help="and by no more than this, in percent.")] = 5.0,
     warn_abs: Annotated[float, typer.Option(help="warn: it moves by no more than this; beyond is fail.")] = 1.0,
-    lossless_pct: Annotated[float, typer.Option(help="What a stage of the ablation may move it, in percent,")] = 1.0,
+    lossless_pct: Annotated[float, typer.Option(help="What a stage of the ablation may move it, in percent,")] = 0.5,
     lossless_kl: Annotated[float, typer.Option(help="and its KL to the dense cache, in nats a token.")] = 0.005,
     as_json: Json = False,
 ) -> None:

@@ -50,7 +50,7 @@ class Budgets:
     pass_abs: float = 0.3
     pass_pct: float = 5.0
     warn_abs: float = 1.0
-    lossless_pct: float = 1.0
+    lossless_pct: float = 0.5
     lossless_kl: float = 0.005
 
     def verdict(self, dense: float, ppl: float) -> Verdict:
