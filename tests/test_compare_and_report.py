@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from test_cli import _kvfold
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
+from kvfold.attention import BACKENDS, cpu
 from kvfold.evaluate.compare import Executor, compare
 from kvfold.evaluate.report import Results, render
 
@@ -38,19 +40,21 @@ def test_an_executor_agrees_with_itself() -> None:
         assert 0.9 < layer.hidden_cosine < 0.99999
 
 
+@pytest.mark.parametrize("isa", [isa for isa in cpu.INSTRUCTION_SETS if isa != "serial"][:2])
 def test_the_kernel_and_the_reference_agree_on_a_real_model(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = demo
     kvfold.detach(model)
+    monkeypatch.setitem(BACKENDS, "cpu", partial(cpu.attend_rows, instruction_set=isa))
     ids = tokenizer(kvfold.evaluate.standard_text()[:2500], return_tensors="pt").input_ids
     result = compare(model, ids, "kvfold-4", (Executor(backend="reference"), Executor()), generate=8)
-    for layer in result.layers:
-        assert layer.key_match > 0.94  # what they were given differs a little more with every layer
-        assert layer.value_match > 0.94
-        assert layer.hidden_cosine > 0.999
-    assert result.layers[0].key_match == 1
+    assert result.layers[0].key_match == result.layers[0].value_match == 1
+    assert min(layer.hidden_cosine for layer in result.layers) > 0.999
     assert result.first_divergence is None
+    if isa != "avx512vnni":  # integer products are held to the codec's own error, in test_attention_cpu.py
+        assert min(layer.key_match for layer in result.layers) > 0.99
+        assert min(layer.value_match for layer in result.layers) > 0.99
 
 
 def test_float32_and_bfloat16_agree_on_a_real_model(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:

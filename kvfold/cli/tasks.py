@@ -73,7 +73,7 @@ def tasks(
 
             outcomes[task.name] = run_task(network, tokenizer, task, names, seed, known, done)
     rows = [row for task in chosen for row in sum_up(task, outcomes[task.name])]
-    if plot is not None and "needle" in outcomes:
+    if plot is not None:
         plots.save(plots.needle_grid([outcome.to_json() for outcome in outcomes["needle"]]), plot)
     if as_json:
         document = about | {
