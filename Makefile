@@ -20,7 +20,10 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/kvfold eval
-	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/quality/ingredients.py
+	$(BIN)/python benchmarks/quality/kinds.py
+	$(BIN)/python benchmarks/quality/head_dims.py
+	$(BIN)/python benchmarks/quality/rivals/rivals.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/attention.py
 

@@ -1,15 +1,19 @@
 """kvfold keeps an LLM's KV cache folded to 2-4 bits a value, and attention reads it folded."""
 
+from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
-from kvfold.formats import FORMATS, get_format, get_formats
+from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
-from kvfold.integrations.transformers import FoldedCache, attach, detach
+from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach
 
 __all__ = [
     "FORMATS",
+    "PRESETS",
+    "Calibration",
     "FoldedCache",
     "Policy",
     "attach",
+    "calibrate",
     "demo_model",
     "detach",
     "get_format",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
+from kvfold.cache.rows import TAIL_STEP
 from kvfold.formats import FormatPair, get_formats
 
 DENSE_DTYPES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
@@ -184,10 +185,11 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, dense_byt
         if layer.kind == "full" and dense_only is None:
             pair = get_formats(format, layer.key_dim, layer.value_dim)
             total += layer.kv_heads * _folded_bytes(pair, tokens, itemsize) + 8  # and the row's index
+            if pair.awaits_fit:
+                total += layer.kv_heads * _fit_bytes(pair, tokens)
             for form in (pair.keys.form, pair.values.form):
-                for tensor in (form.lut, form.transform.matrix, form.transform.general_inverse):
-                    if tensor is not None:
-                        tables[id(tensor)] = tensor.nbytes
+                for tensor in (form.lut, *form.transform.tensors()):
+                    tables[id(tensor)] = tensor.nbytes
         else:
             held = min(tokens, layer.window - 1) if layer.kind == "sliding" else tokens
             total += held * layer.values_per_token * itemsize
@@ -232,10 +234,21 @@ def _folded_bytes(pair: FormatPair, tokens: int, dense_bytes: float) -> float:
         pages, dense = ceil(max(tokens - window.sinks, 0) / size), min(tokens, window.sinks)
     else:
         after_sinks = max(tokens - window.sinks, 0)
-        pages = max(after_sinks - window.recent, 0) // size
-        dense = window.sinks + (size + window.recent + window.undo if after_sinks else 0)
+        fitted, for_good = tokens >= pair.fit_tokens, tokens - window.undo >= pair.fit_tokens
+        pages = max(after_sinks - window.recent, 0) // size if fitted else 0
+        left = max(after_sinks - window.recent - window.undo, 0) // size if for_good else 0
+        dense = window.sinks + ceil((after_sinks - left * size) / TAIL_STEP) * TAIL_STEP
     page = size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
     return pages * page + dense * (pair.keys.head_dim + pair.values.head_dim) * dense_bytes
+
+
+def _fit_bytes(pair: FormatPair, tokens: int) -> int:
+    """One KV head's order of channels, and the query energies that it is found by."""
+    window, channels = pair.window, pair.keys.head_dim
+    order = channels if tokens >= pair.fit_tokens else 0
+    awaited = tokens < pair.fit_tokens + window.undo
+    energies = channels * max(min(tokens, pair.fit_tokens) - window.sinks, 0) if awaited else 0
+    return 2 * (order + energies)
 
 
 def _longest(layers: Sequence[LayerShape], format: str, memory: int) -> int:

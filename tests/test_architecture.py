@@ -18,7 +18,7 @@ ALLOWED = {
     "attention": {"quant", "kernels", "formats", "cache"},
     "integrations": {"formats", "cache", "attention"},
     "evaluate": {"quant", "kernels", "formats", "cache", "attention", "integrations", "planning"},
-    "planning": {"formats"},
+    "planning": {"quant", "formats", "cache"},
     "cli": {"formats", "cache", "integrations", "evaluate", "planning"},
 }
 # Third-party packages that a layer may know of.

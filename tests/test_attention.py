@@ -98,7 +98,7 @@ def _check(
 
 @pytest.mark.parametrize("repeat", [1, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+@pytest.mark.parametrize("format", ["centred-4", "turboquant-4"])
 def test_equals_dense_attention_over_the_unfolded_cache(format: str, head_dim: int, repeat: int) -> None:
     _check(format, head_dim, repeat)
 
@@ -106,13 +106,13 @@ def test_equals_dense_attention_over_the_unfolded_cache(format: str, head_dim: i
 @pytest.mark.parametrize(
     "format",
     [
-        "kvfold-4",
+        "centred-4",
         "turboquant-3",
-        "turboquant-4:kvfold-4",
-        "kvfold-4:turboquant-2",
-        "turboquant-4+qjl:kvfold-3+sign",
+        "turboquant-4:centred-4",
+        "centred-4:turboquant-2",
+        "turboquant-4+qjl:centred-3+sign",
         "float16:turboquant-3",
-        "kvfold-4@128",
+        "centred-4@128",
     ],
 )
 class TestOptions:
@@ -138,15 +138,15 @@ class TestOptions:
 def test_prompts_longer_than_a_query_block_and_a_page_block() -> None:
     """Whole against chunks across every block boundary inside the reference."""
     q, key, value = _qkv(2500, 1, 64, 64)
-    whole = attend(q, LayerCache("kvfold-4").append(key, value), scaling=0.3)
-    cache, steps = LayerCache("kvfold-4"), []
+    whole = attend(q, LayerCache("centred-4").append(key, value), scaling=0.3)
+    cache, steps = LayerCache("centred-4"), []
     for start in range(0, 2500, 700):
         part = slice(start, start + 700)
         steps.append(attend(q[:, :, part], cache.append(key[:, :, part], value[:, :, part]), scaling=0.3))
     torch.testing.assert_close(whole, torch.cat(steps, 2), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+@pytest.mark.parametrize("format", ["centred-4", "turboquant-4"])
 def test_masks_decide_alone(format: str) -> None:
     """Bool and additive masks agree; a causal mask is no mask; a mask may allow the future and forbid the past."""
     q, key, value = _qkv(200, 2, 64, 64)
@@ -223,12 +223,12 @@ def test_dense_attention_with_soft_cap_and_sinks() -> None:
 def test_formats_reach_attention_unchanged() -> None:
     """The cache stores the very bytes that a format's own `fold` makes."""
     _, key, value = _qkv(16 + 64 + 20, 1, 64, 64)
-    cache = LayerCache("kvfold-4")
+    cache = LayerCache("centred-4")
     cache.append(key, value)
     rows = cache.groups[0].rows
-    pair = get_formats("kvfold-4", 64, 64)
+    pair = get_formats("centred-4", 64, 64)
     for store, fmt, x in ((rows.keys, pair.keys, key), (rows.values, pair.values, value)):
         own = fmt.fold(x[:, :, 16:80])
         for (name, held), (_, fresh) in zip(store.pages().tensors(), own.tensors(), strict=True):
             assert torch.equal(held, fresh), name
-    assert get_format("kvfold-4", 64) == pair.keys
+    assert get_format("centred-4", 64) == pair.keys

@@ -7,17 +7,20 @@ from torch import Tensor
 from kvfold.attention import attend, cpu, dispatch, reference
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.cache.store import PageStore
+from kvfold.formats import KeyStatistics
 from kvfold.formats.page import PageForm, TokenCodes
 
 FORMATS = (
     "kvfold-4",
+    "kvfold-2:kvfold-1",
+    "centred-4",
     "turboquant-3",
-    "kvfold-1:turboquant-2",
-    "kvfold-5:turboquant-6",
-    "turboquant-7:kvfold-8",
-    "turboquant-4+qjl:kvfold-3+sign",
+    "centred-1:turboquant-2",
+    "centred-5:turboquant-6",
+    "turboquant-7:centred-8",
+    "turboquant-4+qjl:centred-3+sign",
     "float16:turboquant-3",
-    "kvfold-4@128",
+    "centred-4@128",
     "turboquant-2@16",
 )
 
@@ -36,7 +39,8 @@ def _fill(
 ) -> Appended:
     """A cache of `tokens` tokens whose last `n` came together."""
     generator = torch.Generator().manual_seed(tokens)
-    cache = LayerCache(format)
+    statistics = KeyStatistics(torch.rand(kv_heads, dims[0], generator=generator), torch.ones(kv_heads, dims[0]))
+    cache = LayerCache(format, statistics=statistics)
     key, value = (torch.randn(batch, kv_heads, tokens, dim, generator=generator) + 0.5 for dim in dims)
     if tokens > n:
         cache.append(key[:, :, :-n], value[:, :, :-n])
@@ -73,12 +77,12 @@ def test_prompts_in_chunks(format: str, isa: str) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256), (192, 128), (40, 24), (576, 512)])
 def test_shapes(dims: tuple[int, int], repeat: int) -> None:
     for n in (1, 50):
-        new = _fill("kvfold-4", 250, n, dims=dims)
+        new = _fill("centred-4", 250, n, dims=dims)
         q = 3 * torch.randn(2, 2 * repeat, n, dims[0], generator=torch.Generator().manual_seed(0))
         _close(*_both(new, q))
 
 
-@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
+@pytest.mark.parametrize("format", ["centred-4", "turboquant-3"])
 def test_masks_caps_and_sinks(format: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for n in (1, 60):
@@ -98,7 +102,7 @@ def test_masks_caps_and_sinks(format: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_of_what_stays_dense(dtype: torch.dtype) -> None:
-    cache = LayerCache("kvfold-4", dense_dtype=dtype)
+    cache = LayerCache("centred-4", dense_dtype=dtype)
     key, value = torch.randn(2, 1, 2, 150, 64, generator=torch.Generator().manual_seed(0))
     new = cache.append(key.to(dtype), value.to(dtype))
     _close(*_both(new, torch.randn(1, 4, 150, 64)))
@@ -107,13 +111,13 @@ def test_dtypes_of_what_stays_dense(dtype: torch.dtype) -> None:
 def test_views_of_any_stride() -> None:
     """Keys as models give them: (batch, tokens, heads, dim) transposed."""
     key, value = torch.randn(2, 2, 90, 3, 64, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
-    new = LayerCache("kvfold-4").append(key, value)
+    new = LayerCache("centred-4").append(key, value)
     q = torch.randn(2, 90, 6, 64).transpose(1, 2)
     _close(*_both(new, q))
 
 
 def test_one_thread_and_many_agree() -> None:
-    new = _fill("kvfold-4", 3000, 1)
+    new = _fill("centred-4", 3000, 1)
     q = torch.randn(2, 6, 1, 64)
     threads = torch.get_num_threads()
     try:
@@ -133,7 +137,7 @@ def test_its_own_error_is_invisible_beside_the_codec(isa: str) -> None:
     q = torch.randn(1, 6, 1, 64, generator=generator)
     scores = q.double() @ key.double().repeat_interleave(3, 1).mT / 8
     dense = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)
-    for format in ("turboquant-8", "kvfold-8", "turboquant-4", "kvfold-4", "kvfold-3", "turboquant-2", "kvfold-1"):
+    for format in ("turboquant-8", "centred-8", "turboquant-4", "centred-4", "centred-3", "turboquant-2", "centred-1"):
         new = LayerCache(format).append(key, value)
         rows, span = new.layer.groups[0].rows, new.dense[0]
         fast = cpu.attend_rows(q, rows, span, scaling=1 / 8, instruction_set=isa).double()
@@ -143,7 +147,7 @@ def test_its_own_error_is_invisible_beside_the_codec(isa: str) -> None:
 
 
 def test_a_call_that_it_does_not_take_says_why() -> None:
-    new = _fill("kvfold-4", 20, 1)
+    new = _fill("centred-4", 20, 1)
     q = torch.randn(2, 6, 1, 64)
     rows = new.layer.groups[0].rows
     assert cpu.unsupported(q, rows, torch.zeros(1, 1, 1, 20)) == (
@@ -160,7 +164,7 @@ def test_a_call_that_it_does_not_take_says_why() -> None:
 def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: str) -> None:
     """Pages that no format of today makes: offsets, channel scales, groups of channels, bits that differ."""
     generator = torch.Generator().manual_seed(0)
-    new = _fill("kvfold-4", 300, 1)
+    new = _fill("centred-4", 300, 1)
     rows = new.layer.groups[0].rows
     for name in ("keys", "values"):
         old = getattr(rows, name)
@@ -184,7 +188,7 @@ def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: s
 
 
 def test_calls_that_would_read_astray_are_refused() -> None:
-    new = _fill("kvfold-4", 100, 4)
+    new = _fill("centred-4", 100, 4)
     rows, dense = new.layer.groups[0].rows, new.dense[0]
     q = torch.randn(2, 6, 4, 64)
     for bad in (q[:, :5], q[:, :1], q[:, :, :0], q.repeat(1, 1, 30, 1)):
@@ -200,7 +204,7 @@ def test_calls_that_would_read_astray_are_refused() -> None:
 
 
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    new = _fill("kvfold-4", 20, 1)
+    new = _fill("centred-4", 20, 1)
     q = torch.randn(2, 6, 1, 64)
     dispatch._warn_once.cache_clear()
     for _ in range(3):

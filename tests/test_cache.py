@@ -13,7 +13,7 @@ from kvfold.cache.rows import FoldedRows
 from kvfold.cache.store import PageStore
 from kvfold.formats import get_format, get_formats
 
-FORMATS = ["kvfold-4", "turboquant-4", "turboquant-4:kvfold-4"]
+FORMATS = ["centred-4", "turboquant-4", "turboquant-4:centred-4"]
 
 
 def _kv(batch: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def test_how_tokens_come_does_not_matter(format: str, steps: list[int]) -> None:
 
 def test_dense_tokens_are_exact_and_folded_ones_are_not() -> None:
     key, value = _kv(1, 300)
-    rows = _filled("kvfold-4", key, value).groups[0].rows
+    rows = _filled("centred-4", key, value).groups[0].rows
     # Page 3 ends at 272 and is followed by 28 ≥ 16 tokens: folded, and dense still, as 28 < 16 + 24.
     assert (rows.keys.count, rows.folded_stop, rows.tail_start) == (4, 272, 208)
     for x, y in zip((key, value), rows.unfold(), strict=True):
@@ -82,7 +82,7 @@ def test_crop_and_go_on(format: str, tokens: int, cut: int, more: int) -> None:
 
 def test_crop_into_a_page_goes_on_from_folded_values() -> None:
     key, value = _kv(1, 300)
-    cache = _filled("kvfold-4", key, value)
+    cache = _filled("centred-4", key, value)
     before = cache.unfold(torch.float32)
     assert cache.crop(100) == 20  # page 1 covers 80 to 144; page 0 would be folded anyway
     after = cache.unfold(torch.float32)
@@ -123,8 +123,8 @@ def test_a_padded_row_is_what_it_is_alone(format: str) -> None:
 
 
 def test_storage_grows_ahead_but_not_far() -> None:
-    store = PageStore(get_format("kvfold-4", 64).form)
-    fmt = get_format("kvfold-4", 64)
+    store = PageStore(get_format("centred-4", 64).form)
+    fmt = get_format("centred-4", 64)
     page = fmt.fold(torch.randn(1, 2, 64, 64))
     moves, where = 0, 0
     for _ in range(2000):
@@ -143,9 +143,9 @@ def test_held_bytes_walks_real_storages() -> None:
     table = torch.zeros(10)
     assert held_bytes([base[:1], base[500:]], {"t": table}, (table, table)) == 4000 + 40
     key, value = _kv(1, 16 + 64 + 16)
-    rows = FoldedRows(get_formats("kvfold-4", 64, 64), kv_heads=2)
+    rows = FoldedRows(get_formats("centred-4", 64, 64), kv_heads=2)
     rows.commit(rows.prepare(key, value))
-    dense = 2 * 2 * (16 + 64 + 40) * 64 * 4  # keys and values, two heads, sinks and the tail's room, float32
+    dense = 2 * 2 * (16 + 64 + 16) * 64 * 4  # keys and values, two heads, sinks and the tail, float32
     page = 2 * 2 * (64 * (32 + 2) + 128)  # codes and scale a token, a centre
     tables = 2 * (64 * 64 * 4) / 2 + 2 * 4 * 16 * 4  # one shared rotation; a level table each
     assert held_bytes(rows) == dense + page + tables
@@ -154,7 +154,7 @@ def test_held_bytes_walks_real_storages() -> None:
 
 def test_nothing_of_a_long_append_is_kept_alive() -> None:
     key, value = _kv(1, 2000)
-    cache = _filled("kvfold-4", key, value)
+    cache = _filled("centred-4", key, value)
     assert held_bytes(cache.groups) < (key.nbytes + value.nbytes) / 5
     assert not {t.untyped_storage().data_ptr() for t in walk_tensors(cache)} & {
         key.untyped_storage().data_ptr(),
@@ -183,7 +183,7 @@ def test_a_refused_append_changes_nothing(format: str) -> None:
 
 def test_errors() -> None:
     key, value = _kv(2, 20)
-    cache = LayerCache("kvfold-4", index=7)
+    cache = LayerCache("centred-4", index=7)
     with pytest.raises(ValueError, match=r"layer 7: key \(2, 2, 20, 64\) and value \(2, 2, 19, 64\) must both"):
         cache.append(key, value[:, :, 1:])
     with pytest.raises(TypeError, match=r"key is torch\.int64"):
@@ -208,13 +208,13 @@ def test_errors() -> None:
 
 
 def test_policies() -> None:
-    policy = Policy("kvfold-4", dense_first=2, dense_last=1, exceptions=[(5, "turboquant-8"), (-2, "dense")])
+    policy = Policy("centred-4", dense_first=2, dense_last=1, exceptions=[(5, "turboquant-8"), (-2, "dense")])
     assert [policy.format_of(i, 10) for i in range(10)] == [
-        None, None, "kvfold-4", "kvfold-4", "kvfold-4", "turboquant-8", "kvfold-4", "kvfold-4", None, None,
+        None, None, "centred-4", "centred-4", "centred-4", "turboquant-8", "centred-4", "centred-4", None, None,
     ]  # fmt: skip
     with pytest.raises(ValueError, match="dense_first = -1"):
-        Policy("kvfold-4", dense_first=-1)
+        Policy("centred-4", dense_first=-1)
     with pytest.raises(ValueError, match="'nope' is not known"):
-        Policy("kvfold-4", exceptions=[(0, "nope")])
+        Policy("centred-4", exceptions=[(0, "nope")])
     with pytest.raises(ValueError, match="exceptions name layer 12: the model has layers 0 to 9"):
-        Policy("kvfold-4", exceptions=[(12, "dense")]).format_of(0, 10)
+        Policy("centred-4", exceptions=[(12, "dense")]).format_of(0, 10)

@@ -28,8 +28,10 @@ def test_formats() -> None:
     assert [row["format"] for row in rows] == list(FORMATS)
     for row in rows:
         assert row["format"] in table
-        assert row["bits_per_value"] == 8 * row["bytes_per_vector"] / 64
-    assert {row["format"]: row["bytes_per_vector"] for row in rows}["turboquant-4"] == 34
+        assert row["bits_per_value"] == 8 * (row["key_bytes"] + row["value_bytes"]) / 128
+    sizes = {row["format"]: (row["key_bytes"], row["value_bytes"]) for row in rows}
+    assert sizes["turboquant-4"] == (34, 34)
+    assert sizes["kvfold-3"] == (28, 26)  # a float16 centre and scale a channel and page; a float16 scale a token
 
 
 def test_generate(tmp_path: Path) -> None:

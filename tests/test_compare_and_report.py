@@ -23,7 +23,7 @@ def test_an_executor_agrees_with_itself() -> None:
     model = tiny_model("llama")
     ids = torch.randint(3, 256, (1, 300), generator=torch.Generator().manual_seed(0))
     seen: list[int] = []
-    same = compare(model, ids, "kvfold-4", (Executor("float64"),) * 2, generate=5, progress=seen.append)
+    same = compare(model, ids, "centred-4", (Executor("float64"),) * 2, generate=5, progress=seen.append)
     assert sum(seen) == 2 * 305
     assert len(same.layers) == 4
     for layer in same.layers:
@@ -32,7 +32,7 @@ def test_an_executor_agrees_with_itself() -> None:
     assert same.first_divergence is None
     assert not hasattr(model, "_kvfold_attached")  # copies were attached, not the model itself
 
-    other = compare(model, ids, "kvfold-4", (Executor("float64"), Executor("bfloat16")), generate=5)
+    other = compare(model, ids, "centred-4", (Executor("float64"), Executor("bfloat16")), generate=5)
     for layer in other.layers:
         assert layer.key_match is not None
         assert 0.2 < layer.key_match < 0.995
@@ -48,7 +48,7 @@ def test_the_kernel_and_the_reference_agree_on_a_real_model(
     kvfold.detach(model)
     monkeypatch.setitem(BACKENDS, "cpu", partial(cpu.attend_rows, instruction_set=isa))
     ids = tokenizer(kvfold.evaluate.standard_text()[:2500], return_tensors="pt").input_ids
-    result = compare(model, ids, "kvfold-4", (Executor(backend="reference"), Executor()), generate=8)
+    result = compare(model, ids, "centred-4", (Executor(backend="reference"), Executor()), generate=8)
     assert result.layers[0].key_match == result.layers[0].value_match == 1
     assert min(layer.hidden_cosine for layer in result.layers) > 0.999
     assert result.first_divergence is None
@@ -61,7 +61,7 @@ def test_float32_and_bfloat16_agree_on_a_real_model(demo: tuple[PreTrainedModel,
     model, tokenizer = demo
     kvfold.detach(model)
     ids = tokenizer(kvfold.evaluate.standard_text()[:1500], return_tensors="pt").input_ids
-    result = compare(model, ids, "kvfold-4", (Executor("float32"), Executor("bfloat16")), generate=2)
+    result = compare(model, ids, "centred-4", (Executor("float32"), Executor("bfloat16")), generate=2)
     assert result.layers[0].key_match > 0.8  # before errors of earlier layers
     assert result.layers[0].value_match > 0.97
     assert min(layer.hidden_cosine for layer in result.layers) > 0.99
@@ -101,8 +101,8 @@ def test_report(tmp_path: Path) -> None:
     """From rows that the commands really wrote to a page that fetches nothing."""
     files = []
     for name, command in {
-        "eval.json": ("eval", "--passage", "150", "--passages", "1", "--formats", "kvfold-4,turboquant-3"),
-        "tasks.json": ("tasks", "--tasks", "needle", "--lengths", "120", "--repeats", "1", "--formats", "kvfold-4"),
+        "eval.json": ("eval", "--passage", "150", "--passages", "1", "--formats", "centred-4,turboquant-3"),
+        "tasks.json": ("tasks", "--tasks", "needle", "--lengths", "120", "--repeats", "1", "--formats", "centred-4"),
         "compare.json": ("compare", "--tokens", "120", "--generate", "2"),
         "plan.json": ("plan", "--model", "smollm2", "--memory", "1GB"),
     }.items():
@@ -146,8 +146,8 @@ def test_report_keeps_jobs_apart_and_takes_unfinished_ones(tmp_path: Path) -> No
             "verdict": verdict,
         }  # fmt: skip
 
-    rows = [outcome("a", case, format, 1.0) for format in ("dense", "kvfold-4") for case in (0, 1)]
-    rows += [outcome("b", case, "dense", 1.0) for case in (0, 1)] + [outcome("b", 0, "kvfold-4", 0.0)]
+    rows = [outcome("a", case, format, 1.0) for format in ("dense", "centred-4") for case in (0, 1)]
+    rows += [outcome("b", case, "dense", 1.0) for case in (0, 1)] + [outcome("b", 0, "centred-4", 0.0)]
     rows += [run("ablation/bridge", "float16", "fail"), run("ablation/bridge", "float16", "pass")]
     rows += [run("ablation/residual off", "kvfold-8", "pass")]
     rows += [run("key_bits", f"kvfold-{bits}", "pass") for bits in (6, 4)]

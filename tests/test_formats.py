@@ -39,7 +39,7 @@ def test_turboquant_bytes() -> None:
 
 def test_kvfold_bytes() -> None:
     """The same 66 bytes at d = 128, and a centre of 256 bytes for each page of 64."""
-    fmt = get_format("kvfold-4", 128)
+    fmt = get_format("centred-4", 128)
     assert fmt.fold(torch.randn(640, 128)).nbytes == 640 * 66 + 10 * 256
     assert fmt.metadata_bytes_per_page == 256
     assert fmt.bytes_per_vector == 70
@@ -51,9 +51,9 @@ def test_centred_pages_do_not_pay_for_what_vectors_share() -> None:
     own = (x - common).square().sum()
     errors = {
         name: ((fmt := get_format(name, 128)).unfold(fmt.fold(x)) - x).square().sum() / own
-        for name in ("kvfold-4", "turboquant-4")
+        for name in ("centred-4", "turboquant-4")
     }
-    assert errors["kvfold-4"] < 0.01  # as if there were no common part
+    assert errors["centred-4"] < 0.01  # as if there were no common part
     assert errors["turboquant-4"] > 1  # more error than signal
 
 
@@ -62,7 +62,8 @@ def test_centred_pages_do_not_pay_for_what_vectors_share() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_head_dim_and_any_number_of_tokens(name: str, d: int, lanes: Lanes) -> None:
     fmt = get_format(name, d, lanes=lanes)
-    bound = {16: 1e-7, 8: 1e-3, 4: 0.02, 3: 0.06, 2: 0.17}[fmt.bits]
+    bounds = {16: 1e-7, 8: 1e-3, 6: 2e-3, 5: 6e-3, 4: 0.02, 3: 0.06, 2: 0.17, 1: 0.45}
+    bound = np.mean([bounds[b] for b in fmt.form.bits or (16,)])
     generator = torch.Generator().manual_seed(d)
     for tokens in (1, 63, 64, 65, 150):
         x = torch.randn(64, tokens, d, generator=generator)  # enough rows for the error to be near its mean
@@ -76,7 +77,7 @@ def test_any_head_dim_and_any_number_of_tokens(name: str, d: int, lanes: Lanes) 
 
 def test_lanes_change_where_bits_lie_and_nothing_else() -> None:
     x = torch.randn(128, 64)
-    keys, values = (get_format("kvfold-4", 64, lanes=lanes) for lanes in ("tokens", "channels"))
+    keys, values = (get_format("centred-4", 64, lanes=lanes) for lanes in ("tokens", "channels"))
     assert not torch.equal(keys.fold(x).code, values.fold(x).code)
     assert torch.equal(keys.unfold(keys.fold(x)), values.unfold(values.fold(x)))
 
@@ -85,7 +86,7 @@ def test_lanes_change_where_bits_lie_and_nothing_else() -> None:
 def test_zero_and_tiny_and_huge_vectors(name: str) -> None:
     fmt = get_format(name, 64)
     assert torch.equal(fmt.unfold(fmt.fold(torch.zeros(70, 64))), torch.zeros(70, 64))
-    for size in (1e-2, 1e3):
+    for size in (1e-4, 1e-2, 1e3):
         x = size * torch.randn(128, 64)
         assert _nmse(x, fmt.unfold(fmt.fold(x))) < 0.2
 
@@ -101,7 +102,7 @@ def test_folding_is_deterministic_and_ignores_strides(name: str) -> None:
 @given(
     head_dim=st.sampled_from([16, 48, 64]),
     groups=st.sampled_from([1, 2]),
-    parts=st.sets(st.sampled_from(["offset", "centre", "channel_scale"])),
+    parts=st.sets(st.sampled_from(["scale", "offset", "centre", "channel_scale"])),
     lanes=st.sampled_from(["tokens", "channels"]),
     data=st.data(),
 )
@@ -111,14 +112,14 @@ def test_page_form_stands_for_its_formula(
     """x̂ = R⁻¹·(z + a + s·S ⊙ lut[code]), with mixed bits and any invertible R, element by element."""
     bits = tuple(data.draw(st.lists(st.integers(1, 8), min_size=head_dim // 16, max_size=head_dim // 16)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    matrix = torch.randn(head_dim, head_dim) + 3 * torch.eye(head_dim)
+    matrix = torch.linalg.qr(torch.randn(head_dim, head_dim))[0] * torch.linspace(0.5, 2, head_dim)
     lut = level_table({b: tuple(torch.randn(2**b).tolist()) for b in range(1, 9)}, bits)
     form = PageForm(head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes)
     code = (torch.rand(2, 16, head_dim) * 2.0 ** torch.tensor(bits).repeat_interleave(16)).to(torch.uint8)
     tokens = TokenCodes(
         code=code,
-        scale=torch.randn(2, 16, groups).half(),
-        offset=torch.randn(2, 16, groups).half() if "offset" in parts else None,
+        scale=torch.randn(2, 16, groups).half() if "scale" in parts else None,
+        offset=torch.randn(2, 16, groups).half() if {"scale", "offset"} <= parts else None,
         centre=torch.randn(2, head_dim).half() if "centre" in parts else None,
         channel_scale=torch.randn(2, head_dim).half() if "channel_scale" in parts else None,
     )
@@ -131,7 +132,7 @@ def test_page_form_stands_for_its_formula(
         level = lut[c // 16, code[n, t, c].item()].double()
         if tokens.channel_scale is not None:
             level *= tokens.channel_scale[n, c].double()
-        y[c] = tokens.scale[n, t, g].double() * level
+        y[c] = level if tokens.scale is None else tokens.scale[n, t, g].double() * level
         if tokens.offset is not None:
             y[c] += tokens.offset[n, t, g].double()
         if tokens.centre is not None:
@@ -140,7 +141,7 @@ def test_page_form_stands_for_its_formula(
 
 
 def test_keys_and_values_compose() -> None:
-    pair = get_formats("kvfold-4:turboquant-3", 192, 128)
+    pair = get_formats("centred-4:turboquant-3", 192, 128)
     assert (pair.keys.bits, pair.keys.head_dim, pair.keys.lanes) == (4, 192, "tokens")
     assert (pair.values.bits, pair.values.head_dim, pair.values.lanes) == (3, 128, "channels")
     assert pair.window.sinks == 16  # the wider window
@@ -151,15 +152,15 @@ def test_keys_and_values_compose() -> None:
 
 
 def test_errors_name_argument_value_and_remedy() -> None:
-    with pytest.raises(ValueError, match=r"format = 'nope' is not known: choose one of kvfold-4, "):
+    with pytest.raises(ValueError, match=r"format = 'nope' is not known: choose one of near-lossless, .*kvfold-4, "):
         kvfold.get_format("nope", 64)
     with pytest.raises(ValueError, match="is a pair of formats"):
-        kvfold.get_format("kvfold-4:kvfold-4", 64)
+        kvfold.get_format("centred-4:centred-4", 64)
     with pytest.raises(ValueError, match="one name for both, or keys:values"):
         kvfold.get_formats("a:b:c", 64, 64)
     for head_dim in (0, 4, 65, 2048):
         with pytest.raises(ValueError, match=f"head_dim = {head_dim}: .* multiples of 8 from 8 to 1024"):
-            get_format("kvfold-4", head_dim)
+            get_format("centred-4", head_dim)
     for bits in (0, 9):
         with pytest.raises(ValueError, match=f"bits = {bits}: a code has 1 to 8 bits"):
             TurboQuant(head_dim=64, bits=bits)
@@ -182,10 +183,10 @@ def test_errors_name_argument_value_and_remedy() -> None:
     ("name", "message"),
     [
         ("turboquant-9", "bits go from 1 to 8"),
-        ("kvfold-1+qjl", r"bits go from 2 \(a residual takes one of them\) to 8"),
-        ("kvfold-4+nope", "the residual is one of qjl, srht, sign"),
-        ("kvfold-4@40", "a page is a multiple of 16 tokens"),
-        ("kvfold-4@32:turboquant-4", "both name the same page size"),
+        ("centred-1+qjl", r"bits go from 2 \(a residual takes one of them\) to 8"),
+        ("centred-4+nope", "the residual is one of qjl, srht, sign"),
+        ("centred-4@40", "a page is a multiple of 16 tokens"),
+        ("centred-4@32:turboquant-4", "both name the same page size"),
         ("turboquant", "is not known"),
         ("float16+qjl", "is not known"),
     ],
@@ -197,7 +198,7 @@ def test_names_that_are_refused(name: str, message: str) -> None:
 
 def test_residuals_take_multiples_of_16() -> None:
     with pytest.raises(ValueError, match="head_dim = 40: a residual takes"):
-        get_format("kvfold-4+qjl", 40)
+        get_format("centred-4+qjl", 40)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_float16_rounds_and_nothing_else() -> None:
 
 
 def test_pages_count_all_their_bytes() -> None:
-    page = get_format("kvfold-4", 64).fold(torch.randn(2, 100, 64))
+    page = get_format("centred-4", 64).fold(torch.randn(2, 100, 64))
     assert isinstance(page, Pages)
     assert page.nbytes == sum(t.numel() * t.element_size() for _, t in page.tensors())
     assert {name for name, _ in page.tensors()} == {"code", "scale", "centre"}

@@ -12,11 +12,17 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold import FoldedCache, Policy
+from kvfold import FoldedCache, Policy, formats
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 Ids = Callable[..., Tensor]
-FORMATS = ["kvfold-4", "turboquant-4"]
+FORMATS = ["centred-4", "turboquant-4", "kvfold-3"]
+
+
+@pytest.fixture(autouse=True)
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats that are fitted fold here too, though prompts are short."""
+    monkeypatch.setattr(formats, "FIT_TOKENS", 70)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, cache: transformers.Cache, chunks: list[int] | None = None) -> Tensor:
@@ -162,30 +168,32 @@ class TestLayers:
 
         model = tiny_model(name)
         kvfold.attach(model)
-        cache = FoldedCache(model.config, "kvfold-4")
+        cache = FoldedCache(model.config, "centred-4")
         _logits(model, random_ids(1, 300), cache)
         formats = [layer.format for layer in cache.report().layers]
         assert [f == "dense" for f in formats] == [kind == "sliding_attention" for kind in model.config.layer_types]
-        assert formats.count("kvfold-4") == 2
+        assert formats.count("centred-4") == 2
         sliding = cache.report().layers[model.config.layer_types.index("sliding_attention")]
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         assert sliding.values == 2 * heads * dim * (model.config.sliding_window - 1)
 
     def test_policy(self, llama: PreTrainedModel, random_ids: Ids) -> None:
-        policy = Policy("kvfold-4", dense_first=1, exceptions=[(3, "turboquant-4:turboquant-2")])
+        policy = Policy("centred-4", dense_first=1, exceptions=[(3, "turboquant-4:turboquant-2")])
         cache = FoldedCache(llama.config, policy=policy)
         _logits(llama, random_ids(1, 200), cache)
         report = cache.report()
-        assert [row.format for row in report.layers] == ["dense", "kvfold-4", "kvfold-4", "turboquant-4:turboquant-2"]
+        assert [row.format for row in report.layers] == ["dense", "centred-4", "centred-4", "turboquant-4:turboquant-2"]
         assert report.layers[0].held_bytes == 8 * report.layers[0].values  # float64
         assert report.layers[3].held_bytes < report.layers[1].held_bytes < report.layers[0].held_bytes
 
-    def test_report_adds_up(self, llama: PreTrainedModel, random_ids: Ids) -> None:
-        cache = FoldedCache(llama.config, "kvfold-4")
+    @pytest.mark.parametrize("tokens", [60, 85, 500])
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_report_adds_up(self, llama: PreTrainedModel, random_ids: Ids, format: str, tokens: int) -> None:
+        cache = FoldedCache(llama.config, format)
         assert cache.held_bytes() == 0
-        _logits(llama, random_ids(2, 500), cache)
+        _logits(llama, random_ids(2, tokens), cache)
         report = cache.report()
-        assert report.values == 4 * 2 * 2 * 2 * 64 * 500  # layers, keys and values, rows, heads, dim, tokens
+        assert report.values == 4 * 2 * 2 * 2 * 64 * tokens  # layers, keys and values, rows, heads, dim, tokens
         own = sum(row.held_bytes for row in report.layers)
         assert own + report.shared_bytes == report.held_bytes == cache.held_bytes()
         assert cache.bits_per_value() == 8 * report.held_bytes / report.values
@@ -193,16 +201,16 @@ class TestLayers:
 
     def test_padding_takes_no_room(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         ids, mask = random_ids(2, 400), torch.ones(2, 400, dtype=torch.long)
-        mask[1, :300] = 0
+        mask[1, :290] = 0
         full, half = FoldedCache(llama.config), FoldedCache(llama.config)
         llama(ids, past_key_values=full)
         llama(ids, attention_mask=mask, past_key_values=half)
-        assert half.report().values == full.report().values * 500 / 800
+        assert half.report().values == full.report().values * 510 / 800
         pages = [
             sum(len(group.batch_rows) * group.rows.keys.count for group in cache.layers[0].folded.groups)
             for cache in (full, half)
         ]
-        assert pages == [2 * 5, 5 + 1]  # of 400 tokens 16 are sinks and 16 recent; of 100 likewise
+        assert pages == [2 * 5, 5 + 1]  # of 400 tokens 16 are sinks and 24 recent; of 110 likewise
 
 
 class TestErrors:
@@ -294,7 +302,7 @@ class TestErrors:
 
     def test_format_and_policy(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="format = 'turboquant-2' and a policy: give one of them"):
-            FoldedCache(llama.config, "turboquant-2", policy=Policy("kvfold-4"))
+            FoldedCache(llama.config, "turboquant-2", policy=Policy("centred-4"))
 
     def test_training(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         llama.train()
@@ -304,7 +312,7 @@ class TestErrors:
     def test_deep_crop_says_so_once(
         self, llama: PreTrainedModel, random_ids: Ids, caplog: pytest.LogCaptureFixture
     ) -> None:
-        cache = FoldedCache(llama.config, "kvfold-4")
+        cache = FoldedCache(llama.config, "centred-4")
         llama(random_ids(1, 400), past_key_values=cache)
         with caplog.at_level(logging.WARNING, "kvfold"):
             cache.crop(-250)

@@ -24,7 +24,8 @@ def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | N
     if mask is not None and mask.dtype != torch.bool:
         return f"the CPU kernel takes masks of bool, and this is one of {mask.dtype}"
     for store in (rows.keys, rows.values):
-        groups = 1 if store.storage is None else store.storage.scale.shape[-1]
+        scale = None if store.storage is None else store.storage.scale
+        groups = 1 if scale is None else scale.shape[-1]
         if groups > 1 and (store.form.code_dim // groups) % TILE:
             return f"the CPU kernel takes scales for groups of {TILE} channels, these are {groups} groups"
     return None
@@ -52,7 +53,7 @@ def attend_rows(
     kv_heads, value_dim = rows.kv_heads, rows.value_dim
     _check(query, rows, mask)
     q = (query.float() * scaling).contiguous()
-    rotated_q = rows.keys.form.transform.apply_to_query(q).contiguous()
+    rotated_q = rows.keys.form.transform.apply_to_query(q.unflatten(1, (kv_heads, -1))).contiguous()
     if not bool(rotated_q.isfinite().all()):
         raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
     t = torch.arange(rows.length - n, rows.length, device=query.device)
@@ -125,9 +126,11 @@ def _side(store: PageStore) -> module.Side:
     if pages is None:
         return side
     scale, offset = pages.scale, pages.offset
-    side.set_scale(
-        scale.data_ptr(), 0 if offset is None else offset.data_ptr(), scale.stride(0), scale.stride(1), scale.shape[-1]
-    )
+    if scale is not None:
+        side.set_scale(
+            scale.data_ptr(), 0 if offset is None else offset.data_ptr(), scale.stride(0), scale.stride(1),
+            scale.shape[-1],
+        )  # fmt: skip
     centre, channel_scale = pages.centre, pages.channel_scale
     either = centre if centre is not None else channel_scale
     if either is not None:

@@ -62,6 +62,7 @@ def attend(
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
+    new.layer.observe(query, new)
     value_dim = new.layer.value_dim
     out = query.new_zeros(*query.shape[:3], value_dim)
     for group, dense in zip(new.layer.groups, new.dense, strict=True):

@@ -209,7 +209,7 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
         (batch, kv_heads, repeat, n, N·P).
     """
     levels = form.levels(pages).to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, D)
-    scale = pages.scale.to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, G)
+    scale = _token_scale(pages, levels)
     offset = None if pages.offset is None else pages.offset.to(q.dtype).flatten(2, 3)
     scores: Tensor | float = 0.0
     for g, channels in enumerate(_channel_groups(form.code_dim, scale.shape[-1])):
@@ -242,7 +242,7 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
         (batch, kv_heads, repeat, n, D), in rotated coordinates.
     """
     levels = form.levels(pages).to(p.dtype).flatten(2, 3)
-    scale = pages.scale.to(p.dtype).flatten(2, 3)
+    scale = _token_scale(pages, levels)
     offset = None if pages.offset is None else pages.offset.to(p.dtype).flatten(2, 3)
     parts = []
     for g, channels in enumerate(_channel_groups(form.code_dim, scale.shape[-1])):
@@ -255,6 +255,13 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
         page_weight = p.unflatten(-1, (-1, form.page_size)).sum(-1)
         out = add_first(out, _grouped(page_weight, pages.centre.to(p.dtype)))
     return out
+
+
+def _token_scale(pages: Pages, levels: Tensor) -> Tensor:
+    """s of every token: (batch, kv_heads, N·P, G)."""
+    if pages.scale is None:
+        return levels.new_ones(*levels.shape[:3], 1)
+    return pages.scale.to(levels.dtype).flatten(2, 3)
 
 
 def _channel_groups(code_dim: int, groups: int) -> Iterator[slice]:

@@ -1,13 +1,13 @@
 """The folded cache of one layer: a batch of sequences, each folded as if it were alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.rows import DenseSpan, FoldedRows, RowsState
-from kvfold.formats import FormatPair, Window, get_formats
+from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
 
 
 @dataclass(eq=False)
@@ -50,12 +50,15 @@ class Appended:
         New columns.
     dense
         For each of the layer's groups, the dense tokens that the new queries may read.
+    observed
+        Whether `LayerCache.observe` has seen their queries. Layers that share a cache attend more than once.
     """
 
     layer: "LayerCache"
     first_column: int
     columns: int
     dense: list[DenseSpan | None]
+    observed: bool = False
 
 
 @dataclass(eq=False)
@@ -84,15 +87,23 @@ class LayerCache:
         dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
     window
         What stays dense; None: what the formats say.
+    statistics
+        What a format that is fitted goes by; None: it waits for those of each sequence's first tokens.
     """
 
     def __init__(
-        self, format: str, index: int = 0, dense_dtype: torch.dtype | None = None, window: Window | None = None
+        self,
+        format: str,
+        index: int = 0,
+        dense_dtype: torch.dtype | None = None,
+        window: Window | None = None,
+        statistics: KeyStatistics | None = None,
     ) -> None:
         self.format = format
         self.index = index
         self.dense_dtype = dense_dtype
         self.window = window
+        self.statistics = statistics
         self.clear()
 
     def clear(self) -> None:
@@ -131,7 +142,7 @@ class LayerCache:
             skipped = [min(max(columns - self.columns, 0), n) for columns in padding]
         key, value = self._as_stored(key, "key", skipped), self._as_stored(value, "value", skipped)
         if self._formats is None:
-            self._formats = get_formats(self.format, key.shape[-1], value.shape[-1], self.window)
+            self._formats = self._fitted(get_formats(self.format, key.shape[-1], value.shape[-1], self.window), key)
         groups = self.groups + (self._starting(padding, n, key) if padding is not None and self.awaits_rows else [])
 
         try:
@@ -148,6 +159,59 @@ class LayerCache:
         if self._like is None:
             self._like = tuple(x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (key, value))  # type: ignore[assignment]
         return Appended(self, first_column, n, dense)
+
+    def observe(self, query: Tensor | None, new: Appended) -> None:
+        """Show the queries of the tokens just appended to formats that go by them; then attention may read.
+
+        Only the first call for `new` counts. A call that fails does not take the tokens back, as `append` would:
+        `restore` the state of before.
+
+        Parameters
+        ----------
+        query
+            (batch, heads, n, key_dim) for the n columns of `new`; None if they are not known.
+
+        Raises
+        ------
+        ValueError
+            On a query of another shape, or with a NaN or an infinity, or if a page's scale leaves float16's range.
+        """
+        if new.observed:
+            return
+        if query is not None:
+            self._check_query(query, new)
+        new.observed = True
+        for group in self.groups:
+            own = None if query is None else group.own(query, new.first_column)
+            n = new.columns - max(group.padding - new.first_column, 0)
+            try:
+                group.rows.observe(own, n)
+            except ValueError as error:
+                raise ValueError(f"layer {self.index}: {error}") from None
+
+    def _check_query(self, query: Tensor, new: Appended) -> None:
+        assert self._like is not None
+        batch, kv_heads, _, key_dim = self._like[0].shape
+        heads = query.shape[1] if query.ndim == 4 else 0
+        if tuple(query.shape) != (batch, heads, new.columns, key_dim) or not heads or heads % kv_heads:
+            raise ValueError(
+                f"query has shape {tuple(query.shape)}: give (batch, heads, n, key_dim) = ({batch}, a multiple of "
+                f"{kv_heads}, {new.columns}, {key_dim})"
+            )
+        if any(group.rows.awaits_queries for group in self.groups) and not query.isfinite().all():
+            raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
+
+    def _fitted(self, formats: FormatPair, key: Tensor) -> FormatPair:
+        """`formats` as `statistics` would have them."""
+        if self.statistics is None or not formats.awaits_fit:
+            return formats
+        expected, given = (key.shape[1], key.shape[3]), tuple(self.statistics.key_variance.shape)
+        if given != expected:
+            raise ValueError(
+                f"layer {self.index}: the calibration is of {given[0]} heads of {given[1]}, keys have {expected[0]} "
+                f"heads of {expected[1]}: calibrate this model"
+            )
+        return replace(formats, keys=formats.keys.fitted(self.statistics))
 
     def _starting(self, padding: Sequence[int], n: int, key: Tensor) -> list[RowGroup]:
         """New groups for rows whose first token is among the next `n` columns."""

@@ -3,18 +3,24 @@
 Positions count a row's own tokens from 0. What a query reads does not depend on how the tokens came:
 a page folds once `recent` tokens follow it, and a query at position t reads it folded from the moment
 that happened, dense before. Whole prefill, chunked prefill and single steps therefore agree.
+
+Formats that are fitted to a prompt see statistics of its first 256 tokens. Nothing is folded
+before; the query that completes them is the first that reads folded pages.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.store import PageStore
-from kvfold.formats import Format, FormatPair
+from kvfold.formats import Format, FormatPair, KeyStatistics
 from kvfold.formats.base import pad_tokens, require_finite
 from kvfold.formats.page import Pages
+
+TAIL_STEP = 16
+"""The dense tail grows by so many tokens at a time."""
 
 
 @dataclass(eq=False)
@@ -71,6 +77,8 @@ class RowsState:
     sinks: tuple[Tensor, Tensor] | None
     tail: tuple[Tensor, Tensor] | None
     tail_start: int
+    formats: FormatPair
+    query_energy: Tensor | None
 
 
 class FoldedRows:
@@ -87,8 +95,11 @@ class FoldedRows:
     sinks
         The first tokens, dense.
     tail
-        The newest tokens, dense, from position `tail_start` on, in storage of fixed size. It overlaps
-        the pages that folded last, so that they can be undone. Absent if the formats fold by token.
+        The newest tokens, dense, from position `tail_start` on. It overlaps the pages that folded last, so that
+        they can be undone. Absent if the formats fold by token.
+    query_energy
+        q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch,
+        kv_heads, tokens, key_dim). Kept until the format is fitted for good.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int) -> None:
@@ -97,7 +108,7 @@ class FoldedRows:
                 f"keys have pages of {formats.keys.page_size} tokens, values of {formats.values.page_size}: "
                 "a layer's formats must agree on page_size"
             )
-        self.formats = formats
+        self.formats = self.unfitted = formats
         self.kv_heads = kv_heads
         self.page_size = formats.keys.page_size
         self.window = formats.window
@@ -107,8 +118,15 @@ class FoldedRows:
         self.sinks: tuple[Tensor, Tensor] | None = None
         self.tail: tuple[Tensor, Tensor] | None = None
         self.tail_start = self.window.sinks
+        self.fit_tokens = formats.fit_tokens
+        self.query_energy: Tensor | None = None
 
     # What is where
+
+    @property
+    def awaits_queries(self) -> bool:
+        """Whether `observe` has a use for queries: until the format is fitted for good."""
+        return self.formats.awaits_fit or self.query_energy is not None
 
     @property
     def value_dim(self) -> int:
@@ -131,10 +149,13 @@ class FoldedRows:
             return torch.full_like(t, self.length)
         first = self.window.sinks
         ripe = (t + 1 - self.window.recent - first).div(self.page_size, rounding_mode="floor")
+        ripe = ripe.where(t + 1 >= self.fit_tokens, 0)
         return (first + ripe * self.page_size).clamp_min(at_least)
 
     def _full_pages(self, length: int, followed_by: int) -> int:
-        """Pages of a row of `length` tokens that at least `followed_by` tokens follow."""
+        """Pages of a row of `length` tokens that at least `followed_by` ≥ `recent` tokens follow."""
+        if length - (followed_by - self.window.recent) < self.fit_tokens:
+            return 0
         return max(length - self.window.sinks - followed_by, 0) // self.page_size
 
     def sink_span(self) -> DenseSpan | None:
@@ -185,15 +206,18 @@ class FoldedRows:
         dense = new
         if tail is not None:
             dense = DenseSpan(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
-        pages = None
-        ripe = self._full_pages(dense.stop, self.window.recent) - self.keys.count
-        if ripe > 0:
-            own = slice(self.folded_stop - dense.start, self.folded_stop - dense.start + ripe * self.page_size)
-            pages = (
-                self._fold_pages(self.formats.keys, dense.key[:, :, own]),
-                self._fold_pages(self.formats.values, dense.value[:, :, own]),
-            )
+        pages = None if self.formats.awaits_fit else self._fold_ripe(dense, self.formats)
         return Pending(key, value, into_sinks, n, pages, dense)
+
+    def _fold_ripe(self, dense: DenseSpan, formats: FormatPair) -> tuple[Pages, Pages] | None:
+        """The pages of `dense` that are ripe and not folded yet, folded."""
+        ripe = self._full_pages(dense.stop, self.window.recent) - self.keys.count
+        if ripe <= 0:
+            return None
+        own = slice(self.folded_stop - dense.start, self.folded_stop - dense.start + ripe * self.page_size)
+        return self._fold_pages(formats.keys, dense.key[:, :, own]), self._fold_pages(
+            formats.values, dense.value[:, :, own]
+        )
 
     def commit(self, pending: "Pending") -> DenseSpan | None:
         """Store prepared tokens.
@@ -221,6 +245,53 @@ class FoldedRows:
         self.length += pending.key.shape[2]
         return dense
 
+    def observe(self, query: Tensor | None, n: int) -> None:
+        """Let a format that awaits statistics see the queries of the newest tokens.
+
+        With the last of the first `fit_tokens` it is fitted, and what is ripe folds.
+
+        Parameters
+        ----------
+        query
+            (batch, heads, n, key_dim), rotated by position as the keys are; None if nobody knows them, which
+            counts all channels as read alike.
+        n
+            How many tokens were appended last.
+        """
+        if self.tail is None or not self.awaits_queries:
+            return
+        first = self.length - n
+        own = slice(max(self.window.sinks - first, 0), max(self.fit_tokens - first, 0))
+        key = self.tail[0]
+        if query is None:
+            seen_now = max(min(own.stop, n) - own.start, 0)
+            energy = torch.ones(*key.shape[:2], seen_now, key.shape[-1], dtype=torch.bfloat16, device=key.device)
+        else:
+            energy = query[:, :, own].float().square().unflatten(1, (self.kv_heads, -1)).mean(2).bfloat16()
+        seen = energy if self.query_energy is None else torch.cat((self.query_energy, energy), 2)
+        if self.length < self.fit_tokens:
+            self.query_energy = seen
+            return
+        if self.formats.awaits_fit:
+            tail = self.tail_span()
+            assert tail is not None
+            keys = tail.key[:, :, : self.fit_tokens - tail.start]
+            statistics = KeyStatistics.of(keys, seen, self.page_size)
+            formats = replace(self.formats, keys=self.formats.keys.fitted(statistics))
+            pages = self._fold_ripe(tail, formats)
+            # Nothing below fails.
+            self._set_formats(formats)
+            if pages is not None:
+                self.keys.append(pages[0])
+                self.values.append(pages[1])
+            self._keep_tail(tail, 0)
+        # A crop that leaves no trace may go back behind the fit.
+        self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
+
+    def _set_formats(self, formats: FormatPair) -> None:
+        self.formats = formats
+        self.keys.form = formats.keys.form
+
     def _fold_pages(self, fmt: Format, x: Tensor) -> Pages:
         """Whole pages of tokens."""
         folded = fmt.form.pack(fmt.encode(x.float().unflatten(2, (-1, self.page_size))))
@@ -245,14 +316,14 @@ class FoldedRows:
 
     def _keep_tail(self, dense: DenseSpan, new: int) -> None:
         """Keep what is young enough of `dense`, whose last `new` tokens are not in the tail yet."""
-        dropped = self._full_pages(dense.stop, self.window.recent + self.window.undo)
+        dropped = min(self._full_pages(dense.stop, self.window.recent + self.window.undo), self.keys.count)
         start = max(self.window.sinks + dropped * self.page_size, self.tail_start)
         held = dense.stop - start
-        if not new:
+        if not new and start == self.tail_start:
             return
-        stays = self.tail is not None and start == self.tail_start
+        stays = self.tail is not None and start == self.tail_start and held <= self.tail[0].shape[2]
         if not stays:  # new storage, so that a `RowsState` still finds the old tail as it was
-            capacity = self.page_size + self.window.recent + self.window.undo
+            capacity = -(-held // TAIL_STEP) * TAIL_STEP
             self.tail = (_room(dense.key, capacity), _room(dense.value, capacity))
         assert self.tail is not None
         first = held - new if stays else 0
@@ -264,7 +335,9 @@ class FoldedRows:
 
     def state(self) -> "RowsState":
         """What `restore` needs to forget all later tokens, without copies."""
-        return RowsState(self.length, self.keys.count, self.sinks, self.tail, self.tail_start)
+        return RowsState(
+            self.length, self.keys.count, self.sinks, self.tail, self.tail_start, self.formats, self.query_energy
+        )
 
     def restore(self, state: "RowsState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
@@ -274,6 +347,8 @@ class FoldedRows:
             self.keys.truncate(state.pages)
             self.values.truncate(state.pages)
         self.length, self.sinks, self.tail, self.tail_start = state.length, state.sinks, state.tail, state.tail_start
+        self._set_formats(state.formats)
+        self.query_energy = state.query_energy
 
     # Shrinking and rearranging
 
@@ -295,7 +370,7 @@ class FoldedRows:
         sinks, size = self.window.sinks, self.page_size
         ripe = self._full_pages(length, self.window.recent)
         if length < self.tail_start:
-            whole = self._full_pages(length, followed_by=0)
+            whole = max(length - sinks, 0) // size
             if length > sinks + whole * size:
                 self._reopen(whole, length - sinks - whole * size)
             self.tail_start = sinks + whole * size
@@ -305,6 +380,10 @@ class FoldedRows:
             lost = (whole - ripe) * size
         self.keys.truncate(min(whole, self.keys.count))
         self.values.truncate(min(whole, self.values.count))
+        if self.query_energy is not None:  # not fitted for good
+            self.query_energy = self.query_energy[:, :, : max(length - sinks, 0)]
+            if length < self.fit_tokens:
+                self._set_formats(self.unfitted)
         self.length = length
         return max(lost, 0)
 
@@ -322,6 +401,8 @@ class FoldedRows:
             store.form.unfold(store.pages(page, page + 1))[:, :, :tokens] for store in (self.keys, self.values)
         )
         assert self.tail is not None  # a folded page was dense before
+        capacity = -(-tokens // TAIL_STEP) * TAIL_STEP
+        self.tail = (_room(self.tail[0], capacity), _room(self.tail[1], capacity))
         for kept, source in zip(self.tail, (key, value), strict=True):
             kept[:, :, :tokens] = source.to(kept.dtype)
 
@@ -330,12 +411,15 @@ class FoldedRows:
         self.keys.select(rows)
         self.values.select(rows)
         self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
+        self._set_formats(replace(self.formats, keys=self.formats.keys.select(rows)))
 
     def _map_dense(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.sinks is not None:
             self.sinks = (fn(self.sinks[0]), fn(self.sinks[1]))
         if self.tail is not None:
             self.tail = (fn(self.tail[0]), fn(self.tail[1]))
+        if self.query_energy is not None:
+            self.query_energy = fn(self.query_energy)
 
     # Reading everything
 

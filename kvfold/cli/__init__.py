@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from kvfold.cli.calibrate import calibrate
 from kvfold.cli.compare import compare
 from kvfold.cli.demo import demo
 from kvfold.cli.eval import evaluate
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(generate)
+app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command()(sweep)
 app.command()(tasks)

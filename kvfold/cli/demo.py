@@ -23,7 +23,7 @@ QUESTION = "What is the difference between the break and the continue statement?
 def demo(
     model: Model = "smollm2",
     formats: Annotated[str, typer.Option(help="Formats to compare, separated by commas.")] = (
-        "kvfold-4,turboquant-4,turboquant-3"
+        "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3"
     ),
     tokens: Annotated[int, typer.Option(min=256, help="Tokens of the document.")] = 4_096,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 48,

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, listed_integers, parse_dtype, read_text, token_progress
+from kvfold.cache.calibration import Calibration
+from kvfold.cli.options import CalibrationFile, Json, Model, listed_integers, parse_dtype, read_text, token_progress
 from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
 from kvfold.evaluate.text import text_sha256
 from kvfold.formats import check_names
@@ -19,7 +20,7 @@ from kvfold.integrations.transformers import attach
 def evaluate(
     model: Model = "smollm2",
     formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
-        "kvfold-4,turboquant-8,turboquant-4,turboquant-3,turboquant-2"
+        "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3,turboquant-2"
     ),
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
@@ -30,6 +31,7 @@ def evaluate(
         str | None, typer.Option(help="Where passages start, in tokens, separated by commas; instead of --passages.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    calibration: CalibrationFile = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also print each layer's key and value error.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -46,15 +48,18 @@ def evaluate(
     weights = parse_dtype(dtype)
     starts = None if offsets is None else listed_integers("offsets", offsets)
     words = read_text(text)
+    measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_model(model, weights)
     attach(network)
     ids = tokenizer(words, return_tensors="pt").input_ids
     parts = split_passages(ids, passage, passages, starts)
     with token_progress() as progress:
         task = progress.add_task("reading", total=sum(part.shape[1] for part in parts) * (1 + len(names)))
-        rows = evaluate_formats(network, parts, names, progress=lambda n: progress.advance(task, n))
+        rows = evaluate_formats(
+            network, parts, names, calibration=measured, progress=lambda n: progress.advance(task, n)
+        )
     if as_json:
-        about = {"model": model, "text_sha": text_sha256(words), "passage": passage}
+        about = {"model": model, "text_sha": text_sha256(words), "passage": passage, "calibrated": measured is not None}
         print(json.dumps([row.to_json(**about) for row in rows], indent=2, ensure_ascii=False))
         return
     _print(rows, model, layers)

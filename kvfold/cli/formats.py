@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.formats import FORMATS, get_format
+from kvfold.formats import FORMATS, PRESETS, get_formats
 
 
 def formats(
@@ -18,24 +18,31 @@ def formats(
 
     Any of these names goes wherever a format is asked for; keys:values, such as kvfold-4:turboquant-3, gives
     keys and values one each. Other bits (1 to 8), residuals and page sizes are named the same way:
-    kvfold-3, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
+    kvfold-5, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
+    kvfold's keys are fitted to the first 256 tokens of a prompt, which stay dense until then, or by `kvfold calibrate`.
     """
+    presets = {name: preset for preset, name in PRESETS.items()}
     rows = []
     for name in FORMATS:
-        fmt = get_format(name, head_dim)
+        pair = get_formats(name, head_dim, head_dim)
+        keys, values = pair.keys, pair.values
+        same = keys.summary == values.summary
         rows.append(
             {
                 "format": name,
+                "preset": presets.get(name),
                 "head_dim": head_dim,
-                "code_bits": fmt.bits,
-                "bytes_per_vector": fmt.bytes_per_vector,
-                "page_metadata_bytes": fmt.metadata_bytes_per_page,
-                "page_size": fmt.page_size,
-                "bits_per_value": 8 * fmt.bytes_per_vector / head_dim,
-                "dense_sinks": fmt.window.sinks,
-                "dense_recent": fmt.window.recent,
-                "what": fmt.summary,
-                "source": fmt.source,
+                "code_bits": keys.bits,
+                "key_bytes": keys.bytes_per_vector,
+                "value_bytes": values.bytes_per_vector,
+                "page_metadata_bytes": keys.metadata_bytes_per_page + values.metadata_bytes_per_page,
+                "page_size": keys.page_size,
+                "bits_per_value": 8 * (keys.bytes_per_vector + values.bytes_per_vector) / (2 * head_dim),
+                "dense_sinks": pair.window.sinks,
+                "dense_recent": pair.window.recent,
+                "fitted": pair.awaits_fit,
+                "what": keys.summary if same else f"Keys: {_lower(keys.summary)}. Values: {_lower(values.summary)}",
+                "source": keys.source if same else f"{keys.source}; {values.source}",
             }
         )
     if as_json:
@@ -43,16 +50,24 @@ def formats(
         return
     table = Table(
         title=f"Formats at head_dim {head_dim}",
-        caption="bytes and bits count codes, scales and page metadata; dense: first tokens + at least so many newest",
+        caption="bytes of a key and of a value count codes, scales and page metadata; dense: first tokens + at least "
+        "so many newest",
         show_lines=True,
     )
-    for column in ("format", "bytes/vector", "bits/value", "dense"):
-        table.add_column(column, justify="right" if "/" in column else "left", no_wrap=True)
+    for column in ("format", "bytes", "bits/value", "dense"):
+        table.add_column(column, justify="right" if column in ("bytes", "bits/value") else "left", no_wrap=True)
     table.add_column("what it is, and from where")
     for row in rows:
         dense = f"{row['dense_sinks']} + {row['dense_recent']}" if row["dense_sinks"] or row["dense_recent"] else "-"
+        name = str(row["format"]) + (f"\n[dim]{row['preset']}[/]" if row["preset"] else "")
+        sizes = [f"{row['key_bytes']:g}", f"{row['value_bytes']:g}"]
         table.add_row(
-            str(row["format"]), f"{row['bytes_per_vector']:g}", f"{row['bits_per_value']:.3g}", dense,
+            name, sizes[0] if sizes[0] == sizes[1] else " + ".join(sizes), f"{row['bits_per_value']:.3g}", dense,
             f"{row['what']} [dim]({row['source']})[/]",
         )  # fmt: skip
     Console().print(table)
+
+
+def _lower(summary: str) -> str:
+    """A summary inside a sentence; names like Lloyd–Max keep their capital."""
+    return summary if summary.startswith("Lloyd") else summary[0].lower() + summary[1:]

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from transformers import TextStreamer
 
-from kvfold.cli.options import Json, Model, parse_dtype, token_progress
+from kvfold.cli.options import CalibrationFile, Json, Model, parse_dtype, token_progress
 from kvfold.formats import DEFAULT, check_names
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
@@ -23,6 +23,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="When to stop, if the model does not.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above, samples.")] = 0.0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    calibration: CalibrationFile = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +48,7 @@ def generate(
     network, tokenizer = load_model(model, weights)
     ids = prompt_ids(tokenizer, "\n\n".join(parts), raw)
     attach(network)
-    cache = FoldedCache(network.config, format)
+    cache = FoldedCache(network.config, format, calibration=calibration)
     with token_progress() as progress:
         task = progress.add_task("reading the prompt", total=ids.shape[1] - 1)
         read_prompt(network, ids, cache, progress=lambda n: progress.advance(task, n))

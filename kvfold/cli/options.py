@@ -15,6 +15,11 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="A file of `kvfold calibrate`; by default a prompt's own first 256 tokens."),
+]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

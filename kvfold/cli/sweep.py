@@ -23,11 +23,13 @@ def sweep(
     out: Annotated[Path, typer.Option(help="JSON-lines file; runs that it holds already are not repeated.")] = Path(
         "sweep.jsonl"
     ),
-    family: Annotated[str, typer.Option(help="kvfold or turboquant.")] = "kvfold",
+    family: Annotated[str, typer.Option(help="kvfold, turboquant, hadamard or centred.")] = "kvfold",
     key_bits: Annotated[str, typer.Option(help="Bits of keys to try, separated by commas.")] = "8,6,5,4,3,2",
     value_bits: Annotated[str, typer.Option(help="Bits of values to try.")] = "8,6,4,3,2",
     page_sizes: Annotated[str, typer.Option(help="Tokens a page to try beside 64.")] = "32,128",
-    residuals: Annotated[str, typer.Option(help="Residuals of keys to try: qjl, srht, sign.")] = "qjl,srht,sign",
+    residuals: Annotated[
+        str | None, typer.Option(help="Residuals of keys to try; by default qjl,srht,sign if the family takes them.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file; by default Python's own reference text.")
     ] = None,
@@ -54,7 +56,7 @@ def sweep(
     budgets = Budgets(pass_abs, pass_pct, warn_abs, lossless_pct, lossless_kl)
     steps = Steps(
         listed_integers("key_bits", key_bits), listed_integers("value_bits", value_bits),
-        listed_integers("page_sizes", page_sizes), listed_names(residuals),
+        listed_integers("page_sizes", page_sizes), None if residuals is None else listed_names(residuals),
     )  # fmt: skip
     weights = parse_dtype(dtype)
     words = read_text(text)

@@ -19,6 +19,7 @@ from kvfold.cache.store import PageStore
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.kernels import ops
+from kvfold.quant.transforms import ChannelOrder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -204,15 +205,27 @@ def _first(output: Any) -> Tensor:
     return tensor
 
 
+def _scale(store: PageStore) -> Tensor:
+    """Scales of a page's tokens, or else of its channels."""
+    pages, transform = store.pages(), store.form.transform
+    if pages.scale is not None:
+        return pages.scale
+    assert pages.channel_scale is not None
+    scale = pages.channel_scale.unsqueeze(-2)
+    return transform.invert(scale) if isinstance(transform, ChannelOrder) else scale
+
+
 def _side(a: PageStore, b: PageStore) -> tuple[float, float]:
     """Share of equal codes, and mean relative difference of scales."""
     pages_a, pages_b, form = a.pages(), b.pages(), a.form
     if form.bits:
         shape = (form.page_size, form.code_dim, list(form.bits), form.lanes)
         codes = [ops.unpack(pages.code.cpu(), *shape) for pages in (pages_a, pages_b)]
+        if isinstance(a.form.transform, ChannelOrder) and isinstance(b.form.transform, ChannelOrder):
+            codes = [store.form.transform.invert(code) for store, code in ((a, codes[0]), (b, codes[1]))]
     else:
         codes = [pages.code.cpu() for pages in (pages_a, pages_b)]
-    scale_a, scale_b = pages_a.scale.float().cpu(), pages_b.scale.float().cpu()
+    scale_a, scale_b = (_scale(store).float().cpu() for store in (a, b))
     used = scale_a != 0
     error = ((scale_a - scale_b).abs() / scale_a.abs())[used]
     return (codes[0] == codes[1]).double().mean().item(), error.mean().item() if used.any() else 0.0

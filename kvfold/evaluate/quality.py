@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
-from kvfold.formats import get_formats
 from kvfold.integrations.transformers import FoldedCache
 from kvfold.integrations.transformers.layer import FoldedLayer
 
@@ -121,6 +121,7 @@ def evaluate_formats(
     formats: Sequence[str] | Mapping[str, Policy],
     *,
     chunk: int = 256,
+    calibration: Calibration | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> list[QualityRow]:
     """Read each passage with a fresh cache of each format, and a dense one beside.
@@ -135,6 +136,8 @@ def evaluate_formats(
         Names, or keys:values; or policies by a name of one's own.
     chunk
         Tokens of one forward pass; folded caches read the same whatever it is.
+    calibration
+        What formats that are fitted go by, in the place of each passage's own first tokens.
     progress
         Called with numbers of tokens read that add up to the passages' total times 1 + len(formats).
     """
@@ -144,7 +147,9 @@ def evaluate_formats(
     folded: dict[str, FoldedCache] = {}
     for ids in passages:
         dense = DynamicCache(config=model.config)
-        folded = {name: FoldedCache(model.config, policy=policy) for name, policy in policies.items()}
+        folded = {
+            name: FoldedCache(model.config, policy=policy, calibration=calibration) for name, policy in policies.items()
+        }
         read_in_lockstep(model, ids, dense, folded, meters, chunk=chunk, progress=progress)
         for name, cache in folded.items():
             errors[name].append(codec_errors(dense, cache))
@@ -185,7 +190,11 @@ def codec_errors(dense: DynamicCache, folded: FoldedCache) -> tuple[list[float],
             errors[0].append(nan)
             errors[1].append(nan)
             continue
-        pair = get_formats(layer.folded.format, own.keys.shape[-1], own.values.shape[-1])
+        pair = layer.folded.groups[0].rows.formats  # as fitted to this passage
+        if pair.awaits_fit:  # nothing folded
+            errors[0].append(nan)
+            errors[1].append(nan)
+            continue
         for side, fmt, x in ((0, pair.keys, own.keys), (1, pair.values, own.values)):
             x = x[:, :, pair.window.sinks :].float()
             error = (fmt.unfold(fmt.fold(x)) - x).square().sum() / x.square().sum()

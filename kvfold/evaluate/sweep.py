@@ -21,7 +21,7 @@ from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
 from kvfold.evaluate.quality import QualityRow, evaluate_formats, versions
 from kvfold.evaluate.records import Row, append_row, open_rows
-from kvfold.formats import FAMILIES, Window, get_format
+from kvfold.formats import FAMILIES, NO_RESIDUAL, Window, get_format, get_formats
 from kvfold.integrations.transformers import FoldedCache, attach, detach
 from kvfold.planning import model_layers
 from kvfold.quant.packing import TILE
@@ -182,13 +182,13 @@ class Steps:
     key_bits, value_bits
         Descending; what lies below the first "fail" is not run.
     page_sizes, residuals
-        Beside those of the first steps (64, "none").
+        Beside those of the first steps (64, "none"). None: every residual that the family takes.
     """
 
     key_bits: Sequence[int] = (8, 6, 5, 4, 3, 2)
     value_bits: Sequence[int] = (8, 6, 4, 3, 2)
     page_sizes: Sequence[int] = (32, 128)
-    residuals: Sequence[str] = ("qjl", "srht", "sign")
+    residuals: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
@@ -200,7 +200,7 @@ class Steps:
         for size in self.page_sizes:
             if size < TILE or size % TILE:
                 raise ValueError(f"page_sizes = {size}: a page is a multiple of {TILE} tokens")
-        for residual in self.residuals:
+        for residual in self.residuals or ():
             if residual not in RESIDUALS:
                 raise ValueError(f"residuals = {residual!r}: choose among {', '.join(RESIDUALS)}")
 
@@ -247,6 +247,13 @@ class Sweep:
         self.family, self.chunk = family, chunk
         self.budgets, self.steps = budgets or Budgets(), steps or Steps()
         self.started, self.progress = started, progress
+        takes = () if family in NO_RESIDUAL else tuple(RESIDUALS)
+        self.residuals = takes if self.steps.residuals is None else tuple(self.steps.residuals)
+        if self.residuals and not takes:
+            raise ValueError(
+                f"residuals = {','.join(self.residuals)!r}: keys of {family!r} take none; leave them out, or choose "
+                "another family"
+            )
         self.layers = model_layers(model.config.to_dict())
         self._check_passages()
         self.n_tokens = sum(ids.shape[1] - 1 for ids in passages)
@@ -259,16 +266,17 @@ class Sweep:
             raise ValueError(
                 "no layer of this model folds (all have windows, latents or states): there is nothing to sweep"
             )
-        window = get_format(f"{self.family}-4", 64).window
-        needed = window.sinks + max(64, *self.steps.page_sizes, 0) + window.recent + 1
+        pair = get_formats(f"{self.family}-4", 64, 64)
+        largest = max(64, *self.steps.page_sizes, 0)
+        needed = max(pair.window.sinks + largest + pair.window.recent, pair.fit_tokens) + 1
         shortest = min(ids.shape[1] for ids in self.passages)
         if shortest < needed:
             raise ValueError(
                 f"passage = {shortest}: no page of the largest size folds in so few tokens; give at least {needed}"
             )
-        if self.steps.residuals and any(layer.key_dim % TILE for layer in folded):
+        if self.residuals and any(layer.key_dim % TILE for layer in folded):
             raise ValueError(
-                f"residuals = {','.join(self.steps.residuals)!r}: keys of {folded[0].key_dim} channels take none, only "
+                f"residuals = {','.join(self.residuals)!r}: keys of {folded[0].key_dim} channels take none, only "
                 f"multiples of {TILE} do; give an empty list"
             )
 
@@ -288,7 +296,7 @@ class Sweep:
     def ablate(self) -> list[Row]:
         """Rows of the ablation."""
         rows = []
-        for stage in ablation(self.family, self.steps.residuals[0] if self.steps.residuals else None):
+        for stage in ablation(self.family, self.residuals[0] if self.residuals else None):
             row = self._measure(f"ablation/{stage.name}", stage.config)
             if row["verdict"] != "pass":
                 raise StageFailed(
@@ -328,7 +336,7 @@ class Sweep:
         best = step("value_bits", [replace(best, value_bits=bits) for bits in value_bits], stop_at_fail=True)
         best = step("page_size", [best, *(replace(best, page_size=size) for size in steps.page_sizes)])
         if best.key_bits > 1:
-            step("residual", [best, *(replace(best, residual=residual) for residual in steps.residuals)])
+            step("residual", [best, *(replace(best, residual=residual) for residual in self.residuals)])
         return list(rows.values())
 
     def _measure(self, stage: str, config: Config | None) -> Row:

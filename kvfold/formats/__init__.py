@@ -7,19 +7,26 @@ from typing import Any
 
 from kvfold.formats.base import Format, Window
 from kvfold.formats.centred import Centred
+from kvfold.formats.channelwise import Channelwise
 from kvfold.formats.corrected import Corrected
 from kvfold.formats.float16 import Float16
+from kvfold.formats.hadamard import Hadamard
 from kvfold.formats.page import PageForm, Pages, TokenCodes
+from kvfold.formats.statistics import FEWEST_FITTED, FIT_TOKENS, KeyStatistics
 from kvfold.formats.turboquant import TurboQuant
 from kvfold.quant.packing import TILE, Lanes
 from kvfold.quant.residuals import RESIDUALS
 
 __all__ = [
     "FAMILIES",
+    "FIT_TOKENS",
     "FORMATS",
     "GRAMMAR",
+    "NO_RESIDUAL",
+    "PRESETS",
     "Format",
     "FormatPair",
+    "KeyStatistics",
     "PageForm",
     "Pages",
     "TokenCodes",
@@ -30,14 +37,28 @@ __all__ = [
 
 DEFAULT = "kvfold-4"
 
-FAMILIES: dict[str, type[Format]] = {"kvfold": Centred, "turboquant": TurboQuant}
-"""Formats that take 1 to 8 bits: kvfold-4, turboquant-3, …"""
+FAMILIES: dict[str, tuple[type[Format], type[Format]]] = {
+    "kvfold": (Channelwise, Hadamard),
+    "turboquant": (TurboQuant, TurboQuant),
+    "hadamard": (Hadamard, Hadamard),
+    "centred": (Centred, Centred),
+}
+"""Formats that take 1 to 8 bits, for keys and for values: kvfold-4, turboquant-3, …"""
 
-FORMATS = ("kvfold-4", "turboquant-8", "turboquant-4", "turboquant-3", "turboquant-2", "float16")
-"""The names to choose from first; `GRAMMAR` has them all."""
+PRESETS = {"near-lossless": "kvfold-4", "compact": "kvfold-3", "smallest": "kvfold-2"}
+"""Formats by what they are for."""
+
+FORMATS = (
+    "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "hadamard-4", "turboquant-8", "turboquant-4", "turboquant-3",
+    "turboquant-2", "float16",
+)  # fmt: skip
+"""The names to choose from first; `GRAMMAR` has them all, and `PRESETS` more names for some."""
 
 GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
 """kvfold-4, turboquant-3+qjl (one of the 3 bits for signs of the remainder), kvfold-4@128 (pages of 128 tokens)."""
+
+NO_RESIDUAL = ("kvfold",)
+"""Families whose keys no residual fits: their channels have scales of their own, and bits by importance."""
 
 _NAME = re.compile(r"(?:([a-z]+)-(\d+)(?:\+([a-z]+))?|float16)(?:@(\d+))?")
 
@@ -53,6 +74,16 @@ class FormatPair:
     values: Format
     own_window: Window | None = None
     """A window in the place of the formats' own; tokens then fold by whole pages."""
+
+    @property
+    def awaits_fit(self) -> bool:
+        """Whether the keys' format must see statistics before it folds."""
+        return self.keys.awaits_fit
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens of a sequence that come before its first fold, for the statistics; 0 if none are awaited."""
+        return max(FIT_TOKENS, self.window.sinks + FEWEST_FITTED) if self.awaits_fit else 0
 
     @property
     def window(self) -> Window:
@@ -73,11 +104,12 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
     Parameters
     ----------
     name
-        One of `FORMATS`, or any other of `GRAMMAR`.
+        One of `FORMATS` or `PRESETS`, or any other of `GRAMMAR`.
     head_dim
         D, a multiple of 8 from 8 to 1,024.
     lanes
-        "tokens" to fold keys (default), "channels" to fold values.
+        "tokens" to fold keys (default), "channels" to fold values; a family may fold the two in different ways.
+        kvfold's keys want `Format.fitted` first: without it, channels are taken in the order they come.
 
     Raises
     ------
@@ -92,9 +124,10 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
         shape["page_size"] = page_size
     if family is None:
         return Float16(**shape)
+    role = FAMILIES[family][lanes == "channels"]
     if residual is None:
-        return FAMILIES[family](bits=bits, **shape)
-    return Corrected.of(FAMILIES[family](bits=bits - 1, **shape), residual)
+        return role(bits=bits, **shape)
+    return Corrected.of(role(bits=bits - 1, **shape), residual)
 
 
 def get_formats(names: str, key_dim: int, value_dim: int, window: Window | None = None) -> FormatPair:
@@ -118,10 +151,11 @@ def check_names(names: str) -> tuple[str, str]:
 
 def _parse(name: str) -> tuple[str | None, int, str | None, int | None]:
     """Family (None for float16), bits, residual and page size of a format's name."""
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(PRESETS.get(name, name))
     if match is None or (match[1] is not None and match[1] not in FAMILIES):
         raise ValueError(
-            f"format = {name!r} is not known: choose one of {', '.join(FORMATS)}, any {GRAMMAR}, or keys:values"
+            f"format = {name!r} is not known: choose one of {', '.join((*PRESETS, *FORMATS))}, "
+            f"any {GRAMMAR}, or keys:values"
         )
     family, bits, residual = match[1], int(match[2] or 16), match[3]
     if family is not None and not 1 + (residual is not None) <= bits <= 8:
@@ -129,6 +163,9 @@ def _parse(name: str) -> tuple[str | None, int, str | None, int | None]:
         raise ValueError(f"format = {name!r}: bits go from {least} to 8")
     if residual is not None and residual not in RESIDUALS:
         raise ValueError(f"format = {name!r}: the residual is one of {', '.join(RESIDUALS)}")
+    if residual is not None and family in NO_RESIDUAL:
+        others = ", ".join(name for name in FAMILIES if name not in NO_RESIDUAL)
+        raise ValueError(f"format = {name!r}: residuals go with {others}")
     page_size = None if match[4] is None else int(match[4])
     if page_size is not None and (page_size < TILE or page_size % TILE):
         raise ValueError(f"format = {name!r}: a page is a multiple of {TILE} tokens")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvfold.formats.page import PageForm, Pages, TokenCodes
+from kvfold.formats.statistics import KeyStatistics
 from kvfold.quant.packing import TILE, Lanes
 
 MAX_HEAD_DIM = 1024
@@ -90,6 +91,19 @@ class Format(ABC):
         """Whether a token folds by itself, on arrival; otherwise a page folds when it is full."""
         return True
 
+    @property
+    def awaits_fit(self) -> bool:
+        """Whether `fitted` must give tables of this format before it folds."""
+        return False
+
+    def fitted(self, statistics: KeyStatistics) -> "Format":
+        """This format with tables made for vectors of which `statistics` tell."""
+        return self
+
+    def select(self, rows: Tensor) -> "Format":
+        """This format, fitted to a batch, for the batch rows `rows`."""
+        return self
+
     @cached_property
     @abstractmethod
     def form(self) -> PageForm:
@@ -159,10 +173,10 @@ class Format(ABC):
 
 
 def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
-    """Add tokens that read as nothing (code 0, scale 0) before and after."""
+    """Add tokens of code 0 and scale 0 before and after; they read as nothing if tokens have scales."""
     return TokenCodes(
         code=pad(tokens.code, (0, 0, before, after)),
-        scale=pad(tokens.scale, (0, 0, before, after)),
+        scale=None if tokens.scale is None else pad(tokens.scale, (0, 0, before, after)),
         offset=None if tokens.offset is None else pad(tokens.offset, (0, 0, before, after)),
         centre=tokens.centre,
         channel_scale=tokens.channel_scale,

@@ -60,6 +60,7 @@ class Corrected(Format):
     @cached_property
     def form(self) -> PageForm:
         main = self.base.form
+        assert isinstance(main.transform, Transform)
         rule = get_residual(self.residual, self.head_dim, self.seed + RESIDUAL_SEED)
         signs = torch.zeros_like(main.lut)
         signs[:, 0], signs[:, 1] = -rule.gain, rule.gain
@@ -73,6 +74,7 @@ class Corrected(Format):
 
     def encode(self, x: Tensor) -> TokenCodes:
         main = self.base.encode(x)
+        assert main.scale is not None
         remainder = self.base.form.transform.apply(x) - self.base.form.coordinates(main)
         rule = get_residual(self.residual, self.head_dim, self.seed + RESIDUAL_SEED)
         signs, scale = rule.encode(remainder)

@@ -23,10 +23,12 @@ class DenseForm(PageForm):
         return pages.code.float()
 
     def coordinates(self, tokens: TokenCodes) -> Tensor:
+        assert tokens.scale is not None
         return tokens.code.float() * tokens.scale.float()
 
     def clear(self, pages: Pages, slot: int) -> None:
         pages.code[..., slot:, :] = 0
+        assert pages.scale is not None
         pages.scale[..., slot:, :] = 0
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from kvfold.kernels import ops
 from kvfold.quant.packing import TILE, Lanes, padded
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import ChannelOrder, Transform
 
 
 @dataclass(eq=False)
@@ -28,13 +28,13 @@ class TokenCodes:
     code
         uint8, (…, T, D).
     scale, offset
-        s and a: float16, (…, T, G); `offset` may be absent.
+        s and a: float16, (…, T, G); both may be absent, `offset` alone too (s = 1, a = 0).
     centre, channel_scale
         z and S of the page that these tokens are: float16, (…, D); absent where a format has none.
     """
 
     code: Tensor
-    scale: Tensor
+    scale: Tensor | None = None
     offset: Tensor | None = None
     centre: Tensor | None = None
     channel_scale: Tensor | None = None
@@ -42,10 +42,10 @@ class TokenCodes:
     def paged(self, page_size: int) -> "TokenCodes":
         """Tokens (…, N·P, ·) of a format without page metadata as pages (…, N, P, ·)."""
 
-        def split(t: Tensor) -> Tensor:
-            return t.unflatten(-2, (-1, page_size))
+        def split(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.unflatten(-2, (-1, page_size))
 
-        return TokenCodes(split(self.code), split(self.scale), None if self.offset is None else split(self.offset))
+        return TokenCodes(self.code.unflatten(-2, (-1, page_size)), split(self.scale), split(self.offset))
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Pages:
     code
         Packed codes: uint8, (…, N, bytes), laid out by `kvfold.quant.packing`.
     scale, offset
-        s and a: float16, (…, N, P, G); `offset` may be absent (a = 0).
+        s and a: float16, (…, N, P, G); both may be absent, `offset` alone too (s = 1, a = 0).
     centre, channel_scale
         z and S: float16, (…, N, D); absent for z = 0 and S = 1.
     tokens
@@ -65,7 +65,7 @@ class Pages:
     """
 
     code: Tensor
-    scale: Tensor
+    scale: Tensor | None = None
     offset: Tensor | None = None
     centre: Tensor | None = None
     channel_scale: Tensor | None = None
@@ -114,7 +114,7 @@ class PageForm:
     page_size: int
     bits: tuple[int, ...]
     lut: Tensor
-    transform: Transform
+    transform: Transform | ChannelOrder
     lanes: Lanes = "tokens"
 
     def pack(self, tokens: TokenCodes) -> Pages:
@@ -142,14 +142,12 @@ class PageForm:
         y = self.lut.to(tokens.code.device)[group, tokens.code.long()]
         if tokens.channel_scale is not None:
             y = y * tokens.channel_scale.float().unsqueeze(-2)
-        y = y.unflatten(-1, (tokens.scale.shape[-1], -1)) * tokens.scale.float().unsqueeze(-1)
-        if tokens.offset is not None:
-            y = y + tokens.offset.float().unsqueeze(-1)
-        y = y.flatten(-2)
+        y = _scaled(y, tokens.scale, tokens.offset)
         return y if tokens.centre is None else add_first(y, tokens.centre.float().unsqueeze(-2))
 
     def clear(self, pages: Pages, slot: int) -> None:
-        """Make slots from `slot` on of each page read as nothing, in place."""
+        """Make slots from `slot` on of each page read as nothing, in place; for pages whose tokens have scales."""
+        assert pages.scale is not None
         code = ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes)
         code[..., slot:, :] = 0
         pages.code.copy_(ops.pack(code, list(self.bits), self.lanes))
@@ -159,14 +157,18 @@ class PageForm:
 
     def unfold(self, pages: Pages) -> Tensor:
         """x̂ of every token: float32, (…, tokens, D)."""
-        y = self.levels(pages).unflatten(-1, (pages.scale.shape[-1], -1))
-        y = y * pages.scale.float().unsqueeze(-1)
-        if pages.offset is not None:
-            y = y + pages.offset.float().unsqueeze(-1)
-        y = y.flatten(-2)
+        y = _scaled(self.levels(pages), pages.scale, pages.offset)
         if pages.centre is not None:
             y = add_first(y, pages.centre.float().unsqueeze(-2))
         return self.transform.invert(y).flatten(-3, -2)[..., : pages.tokens, :]
+
+
+def _scaled(y: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
+    """a + s·y for y (…, P, D) and s, a (…, P, G)."""
+    if scale is None:
+        return y
+    y = y.unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)
+    return (y if offset is None else y + offset.float().unsqueeze(-1)).flatten(-2)
 
 
 def add_first(y: Tensor, centre: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Kernels as torch operators: traced by torch.compile, chosen by the device of their tensors.
 
-On a CPU each runs in C++; on other devices the torch truth of `kvfold.quant.packing` runs.
+On a CPU each runs in C++; on other devices the torch truth in `kvfold.quant` runs.
 """
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.cpu import module as cpu
-from kvfold.quant import packing
+from kvfold.quant import affine, packing
 from kvfold.quant.packing import Lanes
+
+INSTRUCTION_SET: str = cpu.instruction_sets()[0]
 
 
 @torch.library.custom_op("kvfold::pack", mutates_args=())
@@ -63,6 +65,26 @@ def _(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int
 @unpack_levels.register_fake
 def _levels_like(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bits: list[int], lanes: str) -> Tensor:
     return lut.new_empty((*packed.shape[:-1], page_size, head_dim))
+
+
+@torch.library.custom_op("kvfold::closest_affine", mutates_args=())
+def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
+    """`kvfold.quant.affine.closest_affine` on the device of `y`."""
+    return affine.closest_affine(y, centre, scale, lut, bits)
+
+
+@closest_affine.register_kernel("cpu")
+def _(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
+    code, chosen = _affine_like(y, centre, scale, lut, bits)
+    y, centre, scale, lut = (x.contiguous() for x in (y, centre, scale, lut))
+    cpu.closest_affine(INSTRUCTION_SET, y, centre, scale, lut, bytes(bits), code, chosen, torch.get_num_threads())
+    return code, chosen
+
+
+@closest_affine.register_fake
+def _affine_like(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
+    code = y.new_empty(y.shape, dtype=torch.uint8)
+    return code, code.new_empty(y.shape[0], y.shape[2])
 
 
 def _flat_pages(codes: Tensor) -> Tensor:

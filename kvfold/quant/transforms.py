@@ -35,6 +35,10 @@ class Transform:
         """R⁻¹, shape (D, D), float32."""
         return self.matrix.mT if self.general_inverse is None else self.general_inverse
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds."""
+        return (self.matrix,) if self.general_inverse is None else (self.matrix, self.general_inverse)
+
     def apply(self, x: Tensor) -> Tensor:
         """R·x for every row of `x` (…, D)."""
         return x @ self.matrix.to(x.device, x.dtype).mT
@@ -46,6 +50,46 @@ class Transform:
     def apply_to_query(self, q: Tensor) -> Tensor:
         """q̃ = R⁻ᵀ·q, so that q̃·(R·x) = q·x, for every row of `q` (…, D)."""
         return q @ self.inverse.to(q.device, q.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelOrder:
+    """A permutation of each head's channels, with the interface of `Transform`.
+
+    Attributes
+    ----------
+    order
+        order[…, i] is the channel that comes i-th: int16, (D,), (heads, D) or (batch, heads, D). Vectors
+        have the shape (…, heads, n, m, D).
+    """
+
+    order: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds."""
+        return (self.order,)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The channels of every row of `x`, in this order."""
+        return torch.take_along_dim(x, self._index(x), -1)
+
+    def invert(self, y: Tensor) -> Tensor:
+        """The channels of every row of `y`, back in their own order."""
+        return torch.take_along_dim(y, self._index(y).argsort(-1), -1)
+
+    def apply_to_query(self, q: Tensor) -> Tensor:
+        """The same as `apply`, as a permutation is orthogonal."""
+        return self.apply(q)
+
+    def _index(self, x: Tensor) -> Tensor:
+        index = self.order.to(x.device).long()[..., None, None, :]
+        return index[(None,) * (x.ndim - index.ndim)]
+
+
+@lru_cache(maxsize=256)
+def as_they_come(d: int) -> ChannelOrder:
+    """The order that changes nothing."""
+    return ChannelOrder(torch.arange(d, dtype=torch.int16))
 
 
 def haar(d: int, seed: int) -> NDArray[np.float64]:

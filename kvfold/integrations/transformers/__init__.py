@@ -2,5 +2,6 @@
 
 from kvfold.integrations.transformers.attach import attach, detach
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.calibrate import calibrate
 
-__all__ = ["FoldedCache", "attach", "detach"]
+__all__ = ["FoldedCache", "attach", "calibrate", "detach"]

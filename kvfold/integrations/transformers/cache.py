@@ -1,6 +1,7 @@
 """A transformers `Cache` whose full-attention layers are folded."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvfold.cache.calibration import Calibration
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
@@ -38,6 +40,10 @@ class FoldedCache(Cache):  # type: ignore[misc]
         Formats layer by layer, in the place of `format`.
     dense_dtype
         dtype of the tokens that stay dense. None: the model's if it has 16 bits, else float16.
+    calibration
+        Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
+        fitted, such as "kvfold-4". None: they go by the first 256 tokens of each sequence, which stay dense until
+        then.
 
     Raises
     ------
@@ -60,6 +66,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         *,
         policy: Policy | None = None,
         dense_dtype: torch.dtype | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
     ) -> None:
         if format is not None and policy is not None:
             raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
@@ -68,16 +75,26 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if dense_dtype is not None and not dense_dtype.is_floating_point:
             raise ValueError(f"dense_dtype = {dense_dtype}: give a floating-point dtype, or None")
         policy = policy or Policy(format or DEFAULT)
+        if calibration is not None and not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
         self.text_config = config.get_text_config(decoder=True)
+        if calibration is not None:
+            self._check_calibration(calibration)
         self.forward_pass = ForwardPass()
         layers = DynamicCache(config=config).layers
         for i, layer in enumerate(layers):
             fmt = policy.format_of(i, len(layers))
             if fmt is not None and self._folds(layer, i):
                 shape = self._expected_shape(i)
-                if shape is not None:
-                    get_formats(fmt, shape[1], shape[1])  # raises if it cannot take this head_dim
-                layers[i] = FoldedLayer(LayerCache(fmt, i, dense_dtype, policy.window), self.forward_pass)
+                fitted = False
+                if shape is not None:  # raises if the format cannot take this head_dim
+                    fitted = get_formats(fmt, shape[1], shape[1]).awaits_fit
+                statistics = None
+                if calibration is not None:
+                    statistics = calibration.layers.get(i)
+                    if statistics is None and fitted:
+                        raise ValueError(f"the calibration has no layer {i}: calibrate this model")
+                layers[i] = FoldedLayer(LayerCache(fmt, i, dense_dtype, policy.window, statistics), self.forward_pass)
         wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
         if wanted and not any(isinstance(layer, FoldedLayer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
@@ -89,6 +106,16 @@ class FoldedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._before: list[Callable[[], None]] | None = None
         self._updated_last = len(layers)
+
+    def _check_calibration(self, calibration: Calibration) -> None:
+        """Raise if it is plainly of another model."""
+        own, layers = self.text_config.model_type, self.text_config.num_hidden_layers
+        measured, last = calibration.about.get("model_type", own), max(calibration.layers, default=0)
+        if measured != own or last >= layers:
+            raise ValueError(
+                f"the calibration is of a {measured} with at least {last + 1} layers, the config of a {own} with "
+                f"{layers}: calibrate this model"
+            )
 
     def _folds(self, layer: object, index: int) -> bool:
         """Whether a layer holds plain keys and values that grow with every token."""
@@ -196,10 +223,17 @@ class FoldedCache(Cache):  # type: ignore[misc]
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
                 own = [
-                    (group.batch_rows, group.rows.sinks, group.rows.tail, *group.rows.pages())
+                    (
+                        group.batch_rows,
+                        group.rows.sinks,
+                        group.rows.tail,
+                        group.rows.query_energy,
+                        *group.rows.pages(),
+                    )
                     for group in layer.folded.groups
                 ]
-                tables.extend(group.rows.formats for group in layer.folded.groups)
+                tables.extend((group.rows.formats, group.rows.unfitted) for group in layer.folded.groups)
+                tables.append(layer.folded.statistics)
                 name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
             else:
                 own = [layer]

@@ -72,7 +72,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
             "lets attention read it folded."
         )
         past = self.folded.unfold(key_states.dtype) if self.folded.columns else None
-        self.folded.append(key_states, value_states, self.forward_pass.padding)
+        self.folded.observe(None, self.folded.append(key_states, value_states, self.forward_pass.padding))
         if past is None:
             return key_states, value_states
         return torch.cat((past[0], key_states), dim=2), torch.cat((past[1], value_states), dim=2)

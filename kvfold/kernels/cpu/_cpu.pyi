@@ -3,6 +3,17 @@ from torch import Tensor
 def pack(codes: Tensor, packed: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack(packed: Tensor, codes: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack_levels(packed: Tensor, lut: Tensor, levels: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
+def closest_affine(
+    isa: str,
+    y: Tensor,
+    centre: Tensor,
+    scale: Tensor,
+    lut: Tensor,
+    bits: bytes,
+    code: Tensor,
+    chosen: Tensor,
+    threads: int,
+) -> None: ...
 def instruction_sets() -> list[str]: ...
 
 class Side:

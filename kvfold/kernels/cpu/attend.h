@@ -19,7 +19,7 @@ struct Side {
   PageShape shape{};  // head_dim is the width of a code; bits is null for pages of float16 numbers
   const float* lut = nullptr;
   std::size_t lut_stride = 0;
-  // float16: of each token and group, (pages, page_size, groups); offset may be null.
+  // float16: of each token and group, (pages, page_size, groups); both, or offset alone, may be null.
   const std::uint16_t *scale = nullptr, *offset = nullptr;
   std::size_t scale_batch = 0, scale_head = 0, groups = 1;
   // float16: of each page, (pages, centre_dim); may be null.

@@ -274,7 +274,7 @@ class Page {
         width_(padded(side.shape.head_dim)),
         size_(side.shape.page_size),
         scratch_(width_ * size_),
-        scale_(size_ * side.groups),
+        scale_(size_ * side.groups, 1.0f),
         offset_(size_ * side.groups),
         centre_(width_),
         channel_scale_(width_, 1.0f) {}
@@ -303,11 +303,11 @@ class Page {
     const std::size_t per_token = size_ * side_.groups;
     const std::size_t at = batch * side_.scale_batch + head * side_.scale_head + page * per_token;
     const std::size_t middle = batch * side_.centre_batch + head * side_.centre_head + page * side_.centre_dim;
-    ask_for(side_.scale + at + kAhead * per_token, per_token);
+    if (side_.scale) ask_for(side_.scale + at + kAhead * per_token, per_token);
     if (side_.offset) ask_for(side_.offset + at + kAhead * per_token, per_token);
     if (side_.centre) ask_for(side_.centre + middle + kAhead * side_.centre_dim, side_.centre_dim);
     // (token, group) to (group, token): a group's scales lie side by side for keys.
-    spread(side_.scale + at, scale_.data());
+    if (side_.scale) spread(side_.scale + at, scale_.data());
     if (side_.offset) spread(side_.offset + at, offset_.data());
     if (side_.centre) from_halves(side_.centre + middle, side_.centre_dim, centre_.data());
     if (side_.channel_scale) from_halves(side_.channel_scale + middle, side_.centre_dim, channel_scale_.data());

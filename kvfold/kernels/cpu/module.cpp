@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "affine.h"
 #include "attend.h"
 #include "pack.h"
 
@@ -128,6 +129,38 @@ Run find(const std::string& isa) {
   throw std::invalid_argument("this machine does not run " + isa);
 }
 
+void closest_affine(const std::string& isa, ConstFloats y, ConstFloats centre, ConstFloats scale, ConstFloats lut,
+                    nb::bytes bits, Bytes code, Bytes chosen, int threads) {
+  require(y.ndim() == 3 && centre.ndim() == 3 && scale.ndim() == 3 && lut.ndim() == 2,
+          "y, centre and scale must have three dimensions, lut two");
+  kvfold::Affine job;
+  job.pages = y.shape(0), job.page_size = y.shape(1), job.channels = y.shape(2), job.candidates = centre.shape(1);
+  require(centre.shape(0) == job.pages && centre.shape(2) == job.channels && scale.shape(0) == job.pages &&
+              scale.shape(1) == job.candidates && scale.shape(2) == job.channels && job.candidates >= 1 &&
+              job.candidates <= 255,
+          "centre and scale must have the shape (pages, candidates, channels), with 1 to 255 candidates");
+  require(bits.size() == (job.channels + kvfold::kTile - 1) / kvfold::kTile && lut.shape(0) == bits.size(),
+          "bits and lut must have one entry for each group of 16 channels");
+  job.bits = reinterpret_cast<const std::uint8_t*>(bits.c_str());
+  for (std::size_t i = 0; i < bits.size(); ++i)
+    require(job.bits[i] >= 1 && job.bits[i] <= 8 && lut.shape(1) >= (std::size_t{1} << job.bits[i]),
+            "bits must be 1 to 8, and lut have 2^bits levels a group");
+  require(code.size() == y.size() && chosen.size() == job.pages * job.channels,
+          "code must have the size of y, and chosen one entry for each channel of a page");
+  job.y = y.data(), job.centre = centre.data(), job.scale = scale.data();
+  job.lut = lut.data(), job.lut_stride = lut.shape(1), job.code = code.data(), job.chosen = chosen.data();
+  job.threads = threads;
+  using Closest = void (*)(const kvfold::Affine&);
+  Closest run = kvfold::serial::closest_affine;
+  find(isa);  // throws if this machine does not run it
+#if defined(__x86_64__)
+  if (isa == "avx512vnni" || isa == "avx512") run = kvfold::avx512::closest_affine;
+  if (isa == "avx2") run = kvfold::avx2::closest_affine;
+#endif
+  nb::gil_scoped_release release;
+  run(job);
+}
+
 struct Task : kvfold::Attention {
   Run run;
   std::vector<kvfold::Span> own_spans;
@@ -183,4 +216,5 @@ NB_MODULE(_cpu, m) {
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);
+  m.def("closest_affine", &closest_affine);
 }

@@ -1,0 +1,88 @@
+"""kvfold's formats on texts of several kinds, fitted to each prompt and by a calibration on technical English.
+
+Each passage is read once with a dense cache and once with each folded one, through the real cache and attention.
+The calibration sees the language reference in Python's library, and none of the passages; the repeated text says one
+sentence over and over. `bits` is what the cache held at the end of a passage, everything counted.
+
+    python benchmarks/quality/kinds.py [--passage 4096] [--formats kvfold-4,kvfold-3,kvfold-2] [--json FILE]
+"""
+
+import argparse
+import json
+from itertools import product
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from texts import texts
+from transformers import DynamicCache
+
+import kvfold
+from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, standard_text
+from kvfold.evaluate.quality import versions
+from kvfold.evaluate.text import text_sha256
+
+REPEATED = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="kvfold-4,kvfold-3,kvfold-2")
+    parser.add_argument("--passage", type=int, default=4096, help="tokens of a passage")
+    parser.add_argument("--passages", type=int, default=1, help="passages of each kind, spread over the text")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+
+    model, tokenizer = kvfold.demo_model()
+    own = tokenizer(standard_text(), return_tensors="pt").input_ids
+    calibration = kvfold.calibrate(model, split_passages(own, 1024, 4))
+    kinds = texts() | {"repeated": REPEATED * (args.passage // 8)}
+    columns = [*product(args.formats.split(","), ("fitted to the prompt", "calibrated"))]
+    rows = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("reading", total=len(kinds) * args.passages * args.passage * (1 + len(columns)))
+        for kind, text in kinds.items():
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            meters = {name: FidelityMeter() for name in ["dense", *map(" ".join, columns)]}
+            caches: dict[str, kvfold.FoldedCache] = {}
+            for passage in split_passages(ids, args.passage, args.passages):
+                caches = {
+                    f"{format} {by}": kvfold.FoldedCache(
+                        model.config, format, calibration=calibration if by == "calibrated" else None
+                    )
+                    for format, by in columns
+                }
+                dense = DynamicCache(config=model.config)
+                read_in_lockstep(
+                    model, passage, dense, caches, meters, progress=lambda n: progress.advance(task, n)
+                )  # fmt: skip
+            reference = meters["dense"].result()
+            for format, by in columns:
+                name = f"{format} {by}"
+                result = meters[name].result()
+                rows.append({
+                    "model": "smollm2", "kind": kind, "text_sha": text_sha256(text), "passage": args.passage,
+                    "passages": args.passages, "format": format, "statistics": by, "ppl_dense": reference.ppl,
+                    "delta_ppl_pct": 100 * (result.ppl / reference.ppl - 1), "kl_mean": result.kl_mean,
+                    "kl_p99": result.kl_p99, "top1": result.top1, "bits_per_value": caches[name].bits_per_value(),
+                    "versions": versions(),
+                })  # fmt: skip
+    table = Table(title=f"SmolLM2-135M, passages of {args.passage:,} tokens")
+    for column in ("text", "dense PPL", "format", "bits", "ΔPPL", "KL", "ΔPPL calibrated", "KL calibrated"):
+        table.add_column(column, justify="left" if column in ("text", "format") else "right")
+    for fitted, calibrated in zip(rows[::2], rows[1::2], strict=True):
+        table.add_row(
+            str(fitted["kind"]), f"{fitted['ppl_dense']:.2f}", str(fitted["format"]), f"{fitted['bits_per_value']:.2f}",
+            f"{fitted['delta_ppl_pct']:+.2f} %", f"{fitted['kl_mean']:.4f}", f"{calibrated['delta_ppl_pct']:+.2f} %",
+            f"{calibrated['kl_mean']:.4f}",
+        )  # fmt: skip
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

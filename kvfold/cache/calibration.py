@@ -1,0 +1,77 @@
+"""Statistics of a model's layers, measured once and kept in a file."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvfold.formats import KeyStatistics
+
+KIND = "kvfold-calibration-1"
+NAMES = ("query_energy", "key_variance")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What a format that is fitted goes by, in the place of each prompt's own first tokens.
+
+    Attributes
+    ----------
+    layers
+        Statistics of each full-attention layer, tensors (kv_heads, head_dim), by the layer's index.
+    about
+        What they were measured on: model_type, text_sha, tokens.
+    """
+
+    layers: Mapping[int, KeyStatistics]
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: `layers.N.query_energy` and `layers.N.key_variance`, float32."""
+        tensors = {}
+        for index, statistics in self.layers.items():
+            for name in NAMES:
+                tensors[f"layers.{index}.{name}"] = getattr(statistics, name).float().contiguous().clone()
+        if not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(f"path = {str(path)!r}: there is no such folder")
+        save_file(tensors, path, metadata={**self.about, "kind": KIND})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no calibration.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"calibration = {str(path)!r}: there is no such file; kvfold calibrate makes one")
+        damaged = f"calibration = {str(path)!r}: the file is damaged; kvfold calibrate makes a new one"
+        parts: dict[int, dict[str, Tensor]] = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = dict(file.metadata() or {})
+                if about.pop("kind", None) != KIND:
+                    raise ValueError(f"calibration = {str(path)!r}: of another kind; kvfold calibrate makes one")
+                for key in file.keys():  # noqa: SIM118
+                    match = re.fullmatch(r"layers\.(\d+)\.(\w+)", key)
+                    if match is None or match[2] not in NAMES:
+                        raise ValueError(damaged)
+                    parts.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(key)
+        except SafetensorError:
+            raise ValueError(damaged) from None
+        for tensors in parts.values():
+            shapes = {tensor.shape for tensor in tensors.values()}
+            if len(tensors) != len(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2:
+                raise ValueError(damaged)
+            if any(not tensor.isfinite().all() or (tensor < 0).any() for tensor in tensors.values()):
+                raise ValueError(damaged)
+        return cls({index: KeyStatistics(**tensors) for index, tensors in sorted(parts.items())}, about)

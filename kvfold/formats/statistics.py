@@ -1,0 +1,58 @@
+"""What keys and the queries that read them are like, channel by channel."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIT_TOKENS = 256
+"""Statistics of a prompt are those of its first so many tokens; as good as a calibration run's (docs/quality.md).
+
+The sinks among them do not count, and keys count by whole pages."""
+
+FEWEST_FITTED = 64
+"""Statistics are of at least so many tokens after the sinks."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyStatistics:
+    """Second moments of one layer's keys and queries, for each KV head.
+
+    An error e_c in channel c of a key moves a score by q_c·e_c. After coding with b bits E[e_c²] ∝ Var(k_c)·4^−b, so
+    E[q_c²]·Var(k_c) says how much the channel's bits are worth.
+
+    Attributes
+    ----------
+    query_energy
+        E[q_c²] over the queries that read the head: float32, (heads, D) or (batch, heads, D).
+    key_variance
+        Mean variance of k_c within a page, of the same shape.
+    """
+
+    query_energy: Tensor
+    key_variance: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, query_energy: Tensor, page_size: int) -> "KeyStatistics":
+        """Statistics of keys (…, heads, T, D) and of their queries' energies, (…, heads, any, D).
+
+        Without queries all channels count as read alike.
+
+        A page's worth of tokens is centred as a page would be; tokens beyond the last whole page do not count, unless
+        there is none.
+        """
+        tokens = keys.shape[-2]
+        size = min(page_size, tokens)
+        pages = keys[..., : tokens // size * size, :].float().unflatten(-2, (-1, size))
+        variance = pages.var(-2, correction=0).mean(-2)
+        energy = query_energy.float().mean(-2) if query_energy.shape[-2] else torch.ones_like(variance)
+        return cls(energy, variance)
+
+    @property
+    def importance(self) -> Tensor:
+        """E[q_c²]·Var(k_c), of the shape of both."""
+        return self.query_energy * self.key_variance
+
+    def order(self) -> Tensor:
+        """Channels from the most important to the least: int16, of the shape of both."""
+        return self.importance.argsort(dim=-1, descending=True, stable=True).to(torch.int16)

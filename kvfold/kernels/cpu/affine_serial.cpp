@@ -1,0 +1,2 @@
+#define KVFOLD_ISA serial
+#include "affine_impl.h"
