@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from kvfold.quant.codebooks import distortion, gaussian, gaussian_levels, lloyd_max, sphere_coordinate, sphere_levels
+from kvfold.quant.codebooks import (
+    distortion,
+    flat_levels,
+    gaussian,
+    gaussian_levels,
+    generalised_gaussian,
+    lloyd_max,
+    sphere_coordinate,
+    sphere_levels,
+)
 
 GAUSSIAN = {
     2: [0.45278, 1.51042],
@@ -68,3 +77,26 @@ def test_bits_out_of_range(bits: int) -> None:
 def test_too_few_dimensions() -> None:
     with pytest.raises(ValueError, match="d = 2"):
         sphere_coordinate(2)
+
+
+def test_generalised_gaussian() -> None:
+    """Shape 2 is the Gaussian; the moments of shape 3 are what numerical integration says."""
+    np.testing.assert_allclose(lloyd_max(generalised_gaussian(2.0), 4), gaussian_levels(4), atol=1e-9)
+    density = generalised_gaussian(3.0)
+    for x in (-1.3, -0.2, 0.0, 0.7, 2.5):
+        for order, moment in enumerate((density.cdf, density.first_moment, density.second_moment)):
+            expected = quad(lambda t, order=order: t**order * density.pdf(t), -10, x)[0]
+            assert moment(np.array(x)) == pytest.approx(expected, abs=1e-9)
+    assert density.second_moment(np.array(np.inf)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_flat_levels_are_centroids_of_their_cells(bits: int) -> None:
+    density, levels = generalised_gaussian(3.0), np.array(flat_levels(bits))
+    np.testing.assert_array_equal(levels, -levels[::-1])
+    assert np.abs(levels[-1]) < gaussian_levels(bits)[-1] or bits == 1
+    edges = np.concatenate(([-10.0], 0.5 * (levels[1:] + levels[:-1]), [10.0]))
+    for i in {0, len(levels) // 2, len(levels) - 1}:
+        mass = quad(density.pdf, edges[i], edges[i + 1])[0]
+        moment = quad(lambda x: x * density.pdf(x), edges[i], edges[i + 1])[0]
+        assert moment / mass == pytest.approx(levels[i], rel=1e-6)

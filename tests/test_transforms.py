@@ -5,7 +5,15 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from kvfold.quant.transforms import Transform, haar, orthogonal, randomised_hadamard, walsh_hadamard
+from kvfold.quant.transforms import (
+    ChannelOrder,
+    Transform,
+    as_they_come,
+    haar,
+    orthogonal,
+    randomised_hadamard,
+    walsh_hadamard,
+)
 
 HAAR_64_0 = 0.22390910834125655
 SIGNS_8_0 = [False, True, True, False, True, True, True, True]
@@ -65,3 +73,19 @@ def test_seeds() -> None:
 def test_unknown_kind() -> None:
     with pytest.raises(ValueError, match="transform = 'dct'"):
         orthogonal("dct", 64)
+
+
+def test_an_order_of_channels_is_a_permutation_matrix() -> None:
+    torch.manual_seed(0)
+    order = torch.stack([torch.randperm(64) for _ in range(6)]).view(2, 3, 64).to(torch.int16)
+    x, q = torch.randn(2, 3, 5, 16, 64), torch.randn(2, 3, 2, 7, 64)
+    by_index = ChannelOrder(order)
+    for row in range(2):
+        for head in range(3):
+            by_matrix = Transform(torch.eye(64)[order[row, head].long()])
+            assert torch.equal(by_index.apply(x)[row, head], by_matrix.apply(x[row, head]))
+            assert torch.equal(by_index.apply_to_query(q)[row, head], by_matrix.apply_to_query(q[row, head]))
+    assert torch.equal(by_index.invert(by_index.apply(x)), x)
+    shared = ChannelOrder(order[0])
+    assert torch.equal(shared.apply(x)[1], shared.apply(x[1]))
+    assert torch.equal(as_they_come(64).apply(x), x)

@@ -63,13 +63,14 @@ def _statistics(x: Tensor, q: Tensor) -> KeyStatistics:
 
 def per_channel(
     bits: tuple[int, ...], x: Tensor, q: Tensor, *, flat: bool = False, tried: int = 1, middle: bool = False,
-    order: bool = False, klt: bool = False,
+    order: bool = False, klt: str | None = None, by_layer: bool = False,
 ) -> Tensor:  # fmt: skip
     """A centre and a scale for each channel of a page, with more or less of what `Channelwise` does.
 
     flat: levels of `flat_levels` in the place of the Gaussian's; tried: scales tried; middle: the middle of the range
     tried as a centre; order: channels by importance; klt: coordinates in which keys are uncorrelated and errors weigh
-    alike, U of W·Σ_k·W with W = Σ_q^½.
+    alike, U of W·Σ_k·W with W = Σ_q^½ ("plain": W = 1); by_layer: bits spread as this layer's importance asks, their
+    mean as given.
     """
     forth = back = torch.eye(x.shape[-1]).expand(x.shape[0], -1, -1)
     if klt:
@@ -78,7 +79,7 @@ def per_channel(
         centred = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         own = q[:, : first * (q.shape[1] // x.shape[1])]
         sigma_k, sigma_q = (s.mT @ s / s.shape[1] for s in (centred, own))
-        energy, axes = torch.linalg.eigh(sigma_q)
+        energy, axes = torch.linalg.eigh(torch.eye(x.shape[-1]).expand_as(sigma_q) if klt == "plain" else sigma_q)
         root = energy.clamp_min(1e-4 * energy.mean()).sqrt()
         weigh = axes @ torch.diag_embed(root) @ axes.mT
         u = torch.linalg.eigh(weigh @ sigma_k @ weigh)[1].flip(-1)
@@ -87,6 +88,9 @@ def per_channel(
         rows = _statistics(x, q).order().long()
         forth = torch.eye(x.shape[-1])[rows]
         back = forth.mT
+        if by_layer:
+            importance = _statistics(x, q).importance.sort(-1, descending=True)[0]
+            bits = water_level((importance / importance.sum(-1, keepdim=True)).mean(0), sum(bits))
     y = (x @ forth.mT).unflatten(1, (-1, PAGE)).flatten(0, 1)
     levels = flat_levels if flat else gaussian_levels
     lut = level_table({b: levels(b) for b in set(bits)}, bits)
@@ -102,6 +106,15 @@ def per_channel(
     level = lut[torch.arange(y.shape[-1]) // 16, code.long()]
     y = z.take_along_dim(index, 1) + s.take_along_dim(index, 1) * level
     return y.unflatten(0, (x.shape[0], -1)).flatten(1, 2) @ back.mT
+
+
+def water_level(importance: Tensor, total: int) -> tuple[int, ...]:
+    """Bits of each group of 16 channels, at least 1, given one by one to where they lessen the error most."""
+    groups = importance.unflatten(0, (-1, 16)).sum(-1).tolist()
+    bits = [1] * len(groups)
+    for _ in range(total - len(bits)):
+        bits[max((g for g in range(len(bits)) if bits[g] < 8), key=lambda g: groups[g] * 4.0 ** -bits[g])] += 1
+    return tuple(bits)
 
 
 def rotated(bits: int, rule: str, x: Tensor, q: Tensor, *, centred: bool = False) -> Tensor:
@@ -134,7 +147,10 @@ def key_rows(bits: int) -> dict[str, Codec]:
         "+ bits by importance (kvfold)": partial(named, f"kvfold-{bits}"),
         "bits by importance, nothing else": partial(per_channel, spread, order=True),
         "query-weighted KLT, the rest as kvfold": partial(
-            per_channel, spread, tried=8, flat=True, middle=True, klt=True
+            per_channel, spread, tried=8, flat=True, middle=True, klt="weighted"
+        ),
+        "bits as each layer asks, the rest as kvfold": partial(
+            per_channel, spread, tried=8, flat=True, middle=True, order=True, by_layer=True
         ),
     }
     if bits > 1:
@@ -153,6 +169,9 @@ def value_rows(bits: int) -> dict[str, Codec]:
         "Hadamard, exact norms (kvfold)": partial(named, f"hadamard-{bits}"),
         "… around page centres (+.25 bits)": partial(named, f"centred-{bits}"),
         "scale a channel and page": partial(per_channel, (bits,) * 4, tried=8, flat=True, middle=True),
+        "KLT, more bits for larger variance": partial(
+            per_channel, QUARTERS[bits], tried=8, flat=True, middle=True, klt="plain"
+        ),
         "trellis code (simulated)": partial(rotated, bits, "trellis"),
     }
 
