@@ -76,7 +76,7 @@ def main() -> None:
             dense = {kind: min((t, n) for n, t in best.items() if n.startswith(kind))[1] for kind in ("bf16", "fp32")}
             for name in args.formats.split(","):
                 cache = LayerCache(name)
-                cache.append(key[:, :, :-1], value[:, :, :-1])
+                cache.observe(None, cache.append(key[:, :, :-1], value[:, :, :-1]))
                 new = cache.append(key[:, :, -1:], value[:, :, -1:])
                 store = cache.groups[0].rows
                 stream = torch.empty(held_bytes([store.pages()]) // 4, dtype=torch.float32).normal_()
