@@ -212,12 +212,25 @@ constexpr std::size_t padded(std::size_t n) { return (n + kTile - 1) / kTile * k
 // The codes of one tile: byte 4 · lane + j of fields[f] is that of step 4 · f + j.
 inline void tile_fields(const std::uint8_t* packed, unsigned bits, __m512i fields[4]) {
   const __m512i low = _mm512_set1_epi8(15), pair = _mm512_set1_epi8(3);
-  if (bits == 4) {
+  if (bits >= 4 && bits <= 7) {
     for (int v = 0; v < 2; ++v) {
       const __m512i x = _mm512_loadu_si512(packed + 64 * v);
       fields[2 * v] = _mm512_and_si512(x, low);
       fields[2 * v + 1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
     }
+    packed += 128;
+    if (bits & 2) {
+      const __m512i x = _mm512_loadu_si512(packed);
+      for (int f = 0; f < 4; ++f)
+        fields[f] = _mm512_or_si512(fields[f], _mm512_slli_epi16(_mm512_and_si512(_mm512_srli_epi16(x, 2 * f), pair), 4));
+      packed += 64;
+    }
+    if (bits & 1)
+      for (int f = 0; f < 4; ++f) {
+        std::uint64_t mask;
+        std::memcpy(&mask, packed + 8 * f, 8);
+        fields[f] = _mm512_or_si512(fields[f], _mm512_maskz_set1_epi8(mask, static_cast<char>(bits == 5 ? 16 : 64)));
+      }
   } else if (bits == 3 || bits == 2) {
     const __m512i x = _mm512_loadu_si512(packed);
     for (int f = 0; f < 4; ++f) fields[f] = _mm512_and_si512(_mm512_srli_epi16(x, 2 * f), pair);
@@ -247,6 +260,19 @@ inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float*
       for (int j = 0; j < 4; ++j) {
         const __m512i index = _mm512_srli_epi32(fields[f], 8 * j);
         _mm512_storeu_ps(out + (4 * f + j) * stride, _mm512_permutexvar_ps(index, levels));
+      }
+    return;
+  }
+  if (bits <= 6) {  // 32 or 64 levels in registers; gathering them from memory would take several times as long
+    const std::size_t last = (std::size_t{1} << bits) - 32;
+    const __m512 a = _mm512_loadu_ps(lut), b = _mm512_loadu_ps(lut + 16);
+    const __m512 c = _mm512_loadu_ps(lut + last), d = _mm512_loadu_ps(lut + last + 16);
+    for (int f = 0; f < 4; ++f)
+      for (int j = 0; j < 4; ++j) {
+        const __m512i index = _mm512_srli_epi32(fields[f], 8 * j);
+        const __mmask16 upper = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
+        _mm512_storeu_ps(out + (4 * f + j) * stride,
+                         _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(a, index, b), _mm512_permutex2var_ps(c, index, d)));
       }
     return;
   }
