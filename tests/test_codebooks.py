@@ -11,6 +11,7 @@ from kvfold.quant.codebooks import (
     gaussian_levels,
     generalised_gaussian,
     lloyd_max,
+    on_grid,
     sphere_coordinate,
     sphere_levels,
 )
@@ -88,6 +89,20 @@ def test_generalised_gaussian() -> None:
             expected = quad(lambda t, order=order: t**order * density.pdf(t), -10, x)[0]
             assert moment(np.array(x)) == pytest.approx(expected, abs=1e-9)
     assert density.second_moment(np.array(np.inf)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_levels_on_a_grid_of_eight_bits(bits: int) -> None:
+    cost = {5: 0.02, 6: 0.07}.get(bits, 0.003)
+    for density, levels in (
+        (generalised_gaussian(3.0), flat_levels(bits)),
+        (sphere_coordinate(64), sphere_levels(bits, 64)),
+    ):
+        rounded = np.array(on_grid(levels))
+        steps = rounded / rounded[-1] * 127
+        np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
+        assert distortion(density, rounded) < (1 + cost) * distortion(density, np.array(levels))
+    assert on_grid(flat_levels(7)) == flat_levels(7)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

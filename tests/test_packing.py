@@ -58,7 +58,7 @@ def test_every_code_lies_where_the_layout_says(bits: int, lanes: packing.Lanes) 
                 byte, shift = byte + 32 * width, shift + width
             slot = 4 * lane + j
             if width == 1:
-                byte, position = byte + 8 * f + slot // 8, slot % 8
+                byte, position = byte + slot % 32, slot // 32 * 4 + f
             else:
                 vector, field = divmod(f, 8 // width)
                 byte, position = byte + 64 * vector + slot, field * width + bit - shift

@@ -138,7 +138,7 @@ def key_rows(bits: int) -> dict[str, Codec]:
     even, spread = (bits,) * 4, QUARTERS[bits]
     rows: dict[str, Codec] = {
         "TurboQuant": partial(named, f"turboquant-{bits}"),
-        "Hadamard, exact norms": partial(named, f"hadamard-{bits}"),
+        "Hadamard, unbiased scales": partial(named, f"hadamard-{bits}"),
         "… around page centres": partial(named, f"centred-{bits}"),
         "scale a channel and page": partial(per_channel, even),
         "+ best of 8 scales": partial(per_channel, even, tried=8),
@@ -165,8 +165,8 @@ def value_rows(bits: int) -> dict[str, Codec]:
     return {
         "TurboQuant": partial(named, f"turboquant-{bits}"),
         "Hadamard, least-squares scale": partial(rotated, bits, "least_squares"),
-        "Hadamard, EDEN scale": partial(rotated, bits, "eden"),
-        "Hadamard, exact norms (kvfold)": partial(named, f"hadamard-{bits}"),
+        "Hadamard, exact norms": partial(rotated, bits, "matched"),
+        "Hadamard, EDEN scale (kvfold)": partial(named, f"hadamard-{bits}"),
         "… around page centres (+.25 bits)": partial(named, f"centred-{bits}"),
         "scale a channel and page": partial(per_channel, (bits,) * 4, tried=8, flat=True, middle=True),
         "KLT, more bits for larger variance": partial(

@@ -12,6 +12,9 @@ from kvfold.quant.packing import TILE
 INSTRUCTION_SETS: list[str] = module.instruction_sets()
 """What this machine runs, best first."""
 
+INTEGER_SETS = ("avx512vbmi", "avx512vnni")
+"""Those that multiply codes as integers, where they fit (kvfold/kernels/cpu/integer.h)."""
+
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfold.formats.base import Format, Window
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.quant import scales
-from kvfold.quant.codebooks import sphere_levels
+from kvfold.quant.codebooks import on_grid, sphere_levels
 from kvfold.quant.nearest import nearest_level
 from kvfold.quant.transforms import orthogonal
 
@@ -39,7 +39,7 @@ class Centred(Format):
     @cached_property
     def form(self) -> PageForm:
         bits = uniform_bits(self.head_dim, self.bits)
-        lut = level_table({self.bits: sphere_levels(self.bits, self.head_dim)}, bits)
+        lut = level_table({self.bits: on_grid(sphere_levels(self.bits, self.head_dim))}, bits)
         rotation = orthogonal("hadamard", self.head_dim, self.seed)
         return PageForm(self.head_dim, self.page_size, bits, lut, rotation, self.lanes)
 

@@ -11,7 +11,7 @@ from kvfold.formats.base import Format, Window
 from kvfold.formats.page import PageForm, TokenCodes, level_table
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels import ops
-from kvfold.quant.codebooks import flat_levels
+from kvfold.quant.codebooks import flat_levels, on_grid
 from kvfold.quant.packing import TILE, padded
 from kvfold.quant.transforms import ChannelOrder, as_they_come
 
@@ -101,7 +101,7 @@ class Channelwise(Format):
 @cache
 def _levels(bits: tuple[int, ...]) -> Tensor:
     """One level table for all that spread their bits alike."""
-    return level_table({b: flat_levels(b) for b in set(bits)}, bits)
+    return level_table({b: on_grid(flat_levels(b)) for b in set(bits)}, bits)
 
 
 def _candidates(pages: Tensor, tops: Sequence[float]) -> tuple[Tensor, Tensor]:

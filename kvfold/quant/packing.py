@@ -12,8 +12,8 @@ A tile of b-bit codes takes 32·b bytes. b is written as a sum of the plane widt
 widest plane first and holding the lowest bits. With step = 4·f + j (f, j < 4), a plane of width
 w ≥ 2 is a run of 64-byte vectors: byte 4·lane + j of vector v holds, from its low bits up, the fields
 f = v·(8/w), v·(8/w) + 1, …  One load, a shift and a mask then give 16 lanes × 4 steps ready for a
-u8×s8 dot product with no horizontal sum. A plane of width 1 is four 64-bit masks, one for each f,
-with bit 4·lane + j.
+u8×s8 dot product with no horizontal sum. A plane of width 1 is half a vector: byte i holds, from its low
+bits up, the four fields of 4·lane + j = i, then those of 4·lane + j = 32 + i.
 
 Head dimensions that are no multiple of 16 are padded with zero codes to the next one.
 """
@@ -118,8 +118,8 @@ def _pack_tile(tile: Tensor, bits: int) -> Tensor:
     planes, shift = [], 0
     for width in plane_widths(bits):
         plane = (fields >> shift) & (2**width - 1)
-        if width == 1:  # eight slots of one field to a byte
-            parts = plane.unflatten(-1, (8, 8)).unbind(-1)
+        if width == 1:  # four fields of two slots to a byte
+            parts = plane.unflatten(-1, (2, 32)).transpose(-3, -2).flatten(-3, -2).unsqueeze(-3).unbind(-2)
         else:  # 8/width fields of one slot to a byte
             parts = plane.unflatten(-2, (width // 2, 8 // width)).unbind(-2)
         byte = torch.zeros_like(parts[0])
@@ -138,7 +138,7 @@ def _unpack_tile(packed: Tensor, bits: int) -> Tensor:
         byte = packed[..., start : start + 32 * width]
         parts = [(byte >> (k * width)) & (2**width - 1) for k in range(8 // width)]
         if width == 1:
-            plane = torch.stack(parts, dim=-1).reshape(fields.shape)
+            plane = torch.stack(parts, dim=-2).unflatten(-2, (2, 4)).transpose(-3, -2).flatten(-2)
         else:
             plane = torch.stack([p.unflatten(-1, (width // 2, 64)) for p in parts], dim=-2).flatten(-3, -2)
         fields |= plane << shift

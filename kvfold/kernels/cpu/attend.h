@@ -75,5 +75,8 @@ void attend(const Attention& job);
 namespace avx512vnni {
 void attend(const Attention& job);
 }
+namespace avx512vbmi {
+void attend(const Attention& job);
+}
 
 }  // namespace kvfold

@@ -105,6 +105,7 @@ std::vector<std::string> instruction_sets() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")) names.push_back("avx512vbmi");
     if (__builtin_cpu_supports("avx512vnni")) names.push_back("avx512vnni");
     names.push_back("avx512");
   }
@@ -120,6 +121,7 @@ Run find(const std::string& isa) {
   for (const std::string& name : instruction_sets())
     if (name == isa) {
 #if defined(__x86_64__)
+      if (isa == "avx512vbmi") return kvfold::avx512vbmi::attend;
       if (isa == "avx512vnni") return kvfold::avx512vnni::attend;
       if (isa == "avx512") return kvfold::avx512::attend;
       if (isa == "avx2") return kvfold::avx2::attend;
@@ -154,7 +156,7 @@ void closest_affine(const std::string& isa, ConstFloats y, ConstFloats centre, C
   Closest run = kvfold::serial::closest_affine;
   find(isa);  // throws if this machine does not run it
 #if defined(__x86_64__)
-  if (isa == "avx512vnni" || isa == "avx512") run = kvfold::avx512::closest_affine;
+  if (isa.starts_with("avx512")) run = kvfold::avx512::closest_affine;
   if (isa == "avx2") run = kvfold::avx2::closest_affine;
 #endif
   nb::gil_scoped_release release;

@@ -24,12 +24,11 @@ void encode_plane(const Tile& tile, unsigned shift, std::uint8_t* out) {
   constexpr std::size_t kPerByte = 8 / Width;
   constexpr unsigned kMask = (1u << Width) - 1;
   if constexpr (Width == 1) {
-    for (std::size_t f = 0; f < 4; ++f)
-      for (std::size_t i = 0; i < 8; ++i) {
-        unsigned byte = 0;
-        for (std::size_t k = 0; k < 8; ++k) byte |= ((tile.fields[f][8 * i + k] >> shift) & 1u) << k;
-        *out++ = static_cast<std::uint8_t>(byte);
-      }
+    for (std::size_t i = 0; i < kSlots / 2; ++i) {
+      unsigned byte = 0;
+      for (std::size_t k = 0; k < 8; ++k) byte |= ((tile.fields[k % 4][kSlots / 2 * (k / 4) + i] >> shift) & 1u) << k;
+      *out++ = static_cast<std::uint8_t>(byte);
+    }
   } else {
     for (std::size_t first = 0; first < 4; first += kPerByte)
       for (std::size_t slot = 0; slot < kSlots; ++slot) {
@@ -46,10 +45,9 @@ void decode_plane(const std::uint8_t* in, unsigned shift, Tile& tile) {
   constexpr std::size_t kPerByte = 8 / Width;
   constexpr std::uint8_t kMask = (1u << Width) - 1;
   if constexpr (Width == 1) {
-    for (std::size_t f = 0; f < 4; ++f)
-      for (std::size_t i = 0; i < 8; ++i)
-        for (std::size_t k = 0; k < 8; ++k)
-          tile.fields[f][8 * i + k] |= static_cast<std::uint8_t>(((in[8 * f + i] >> k) & 1u) << shift);
+    for (std::size_t k = 0; k < 8; ++k)
+      for (std::size_t i = 0; i < kSlots / 2; ++i)
+        tile.fields[k % 4][kSlots / 2 * (k / 4) + i] |= static_cast<std::uint8_t>(((in[i] >> k) & 1u) << shift);
   } else {
     for (std::size_t first = 0; first < 4; first += kPerByte, in += kSlots)
       for (std::size_t k = 0; k < kPerByte; ++k)

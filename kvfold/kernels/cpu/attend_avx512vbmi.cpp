@@ -1,0 +1,2 @@
+#define KVFOLD_ISA avx512vbmi
+#include "attend_impl.h"

@@ -1,0 +1,220 @@
+// Vectors of 16 floats, as the compiler's own type, so that it splits them as the machine needs. Compiled once for each
+// instruction set, like all that includes it with KVFOLD_ISA set.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <utility>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "attend.h"
+#include "tile.h"
+
+namespace kvfold::KVFOLD_ISA {
+namespace {
+
+constexpr std::size_t kLanes = 16;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+#ifdef __AVX512F__
+constexpr std::size_t kRows = 6;  // query rows whose sums stay in registers together
+#else
+constexpr std::size_t kRows = 2;
+#endif
+constexpr std::size_t kRowBlock = 96;   // query rows that go through the pages together
+constexpr std::size_t kDenseBlock = 64;  // dense tokens that are read together
+
+#define KVFOLD_INLINE inline __attribute__((always_inline))
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef std::int32_t Ints __attribute__((vector_size(64)));
+
+// Zeroed floats on a cache line's boundary. Ours, as a library's templates would be shared with code that was compiled
+// for other instruction sets.
+class Buffer {
+ public:
+  explicit Buffer(std::size_t size = 0, float value = 0.0f)
+      : data_(static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 64) / 64 * 64))) {
+    if (!data_) throw std::bad_alloc();
+    for (std::size_t i = 0; i < size; ++i) data_[i] = value;
+  }
+  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~Buffer() { std::free(data_); }
+  float& operator[](std::size_t i) { return data_[i]; }
+  const float& operator[](std::size_t i) const { return data_[i]; }
+  float* data() { return data_; }
+  const float* data() const { return data_; }
+
+ private:
+  float* data_;
+};
+
+inline Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+inline Vec all(float x) { return Vec{} + x; }
+
+inline float from_half(std::uint16_t bits) {
+#ifdef __AVX512F__
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+#else
+  const std::uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+  float value;
+  if (rest >= 0x0400u) {  // normal; infinity and NaN are never stored
+    const std::uint32_t u = sign | ((rest << 13) + (112u << 23));
+    std::memcpy(&value, &u, 4);
+  } else {
+    value = static_cast<float>(rest) * 0x1p-24f;
+    if (sign) value = -value;
+  }
+  return value;
+#endif
+}
+
+inline void from_halves(const std::uint16_t* from, std::size_t count, float* to) {
+  std::size_t i = 0;
+#ifdef __AVX512F__
+  for (; i + 16 <= count; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+#endif
+  for (; i < count; ++i) to[i] = from_half(from[i]);
+}
+
+inline float from(Dtype dtype, const void* data, std::size_t i) {
+  switch (dtype) {
+    case Dtype::float32:
+      return static_cast<const float*>(data)[i];
+    case Dtype::float16:
+      return from_half(static_cast<const std::uint16_t*>(data)[i]);
+    case Dtype::bfloat16:
+      break;
+  }
+  const std::uint32_t u = std::uint32_t{static_cast<const std::uint16_t*>(data)[i]} << 16;
+  float value;
+  std::memcpy(&value, &u, 4);
+  return value;
+}
+
+// Asks memory for `count` numbers that will be read soon. Pages of a head follow each other, so the one that is kAhead
+// pages on can be asked for while this one is worked on; beyond the last page nothing happens.
+constexpr std::size_t kAhead = 4;
+template <typename T>
+inline void ask_for(const T* from, std::size_t count) {
+  const char* at = reinterpret_cast<const char*>(from);
+  for (std::size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+// e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; 0 below -87.
+KVFOLD_INLINE Vec exp_vec(Vec x) {
+#ifdef __AVX512F__
+  const __m512 t = _mm512_max_ps(_mm512_mul_ps(__m512(x), _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-160.0f));
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec r = Vec(_mm512_sub_ps(t, n));
+#else
+  Vec t = x * 1.44269504f;
+  t = t < -126.0f ? all(-126.0f) : t;
+  const Vec shifted = t + 12582912.0f, r = t - (shifted - 12582912.0f);  // whole numbers in the low bits
+#endif
+  Vec p = all(1.32764786e-3f);  // 2^r on [-½, ½]
+  p = p * r + 9.67554152e-3f;
+  p = p * r + 5.55071290e-2f;
+  p = p * r + 2.40221197e-1f;
+  p = p * r + 6.93146977e-1f;
+  p = p * r + 1.00000007f;
+#ifdef __AVX512F__
+  return Vec(_mm512_scalef_ps(__m512(p), n));
+#else
+  Ints bits, scaled;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  std::memcpy(&scaled, &p, sizeof scaled);
+  scaled += bits << 23;
+  Vec out;
+  std::memcpy(&out, &scaled, sizeof out);
+  return x < -87.0f ? Vec{} : out;
+#endif
+}
+
+inline float sum(Vec v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(__m512(v));
+#endif
+  float total = 0;
+  for (std::size_t i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+}
+
+inline float largest(Vec v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps(__m512(v));
+#endif
+  float most = v[0];
+  for (std::size_t i = 1; i < kLanes; ++i) most = std::max(most, v[i]);
+  return most;
+}
+
+// c[rows][16·Width] (+)= a[rows][depth] · b[depth][16·Width]
+template <std::size_t Rows, std::size_t Width, bool Add>
+void multiply_block(std::size_t depth, const float* a, std::size_t a_row, const float* b, std::size_t b_row, float* c,
+                    std::size_t c_row) {
+  Vec sums[Rows][Width];
+  for (std::size_t r = 0; r < Rows; ++r)
+    for (std::size_t w = 0; w < Width; ++w) sums[r][w] = Add ? load(c + r * c_row + w * kLanes) : Vec{};
+  for (std::size_t k = 0; k < depth; ++k) {
+    Vec line[Width];
+    for (std::size_t w = 0; w < Width; ++w) line[w] = load(b + k * b_row + w * kLanes);
+    for (std::size_t r = 0; r < Rows; ++r) {
+      const float x = a[r * a_row + k];
+      for (std::size_t w = 0; w < Width; ++w) sums[r][w] += x * line[w];
+    }
+  }
+  for (std::size_t r = 0; r < Rows; ++r)
+    for (std::size_t w = 0; w < Width; ++w) store(c + r * c_row + w * kLanes, sums[r][w]);
+}
+
+template <std::size_t Rows, bool Add>
+void multiply_rows(std::size_t depth, std::size_t width, const float* a, std::size_t a_row, const float* b,
+                   std::size_t b_row, float* c, std::size_t c_row) {
+  std::size_t w = 0;
+  for (; w + 4 * kLanes <= width; w += 4 * kLanes)
+    multiply_block<Rows, 4, Add>(depth, a, a_row, b + w, b_row, c + w, c_row);
+  for (; w < width; w += kLanes) multiply_block<Rows, 1, Add>(depth, a, a_row, b + w, b_row, c + w, c_row);
+}
+
+// c (+)= a · b; `width` and the rows of b and c are multiples of 16.
+template <bool Add>
+void multiply(std::size_t rows, std::size_t depth, std::size_t width, const float* a, std::size_t a_row, const float* b,
+              std::size_t b_row, float* c, std::size_t c_row) {
+  std::size_t r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    multiply_rows<kRows, Add>(depth, width, a + r * a_row, a_row, b, b_row, c + r * c_row, c_row);
+  const auto rest = [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>) {
+    if (rows - r == Rows)
+      multiply_rows<Rows, Add>(depth, width, a + r * a_row, a_row, b, b_row, c + r * c_row, c_row);
+  };
+  rest(std::integral_constant<std::size_t, 1>{});
+  if constexpr (kRows > 2) {
+    rest(std::integral_constant<std::size_t, 2>{});
+    rest(std::integral_constant<std::size_t, 3>{});
+    rest(std::integral_constant<std::size_t, 4>{});
+    rest(std::integral_constant<std::size_t, 5>{});
+  }
+}
+
+constexpr std::size_t padded(std::size_t n) { return (n + kTile - 1) / kTile * kTile; }
+
+}  // namespace
+}  // namespace kvfold::KVFOLD_ISA
