@@ -1,13 +1,17 @@
 """Attention over folded rows on a CPU, in C++ (kvfold/kernels/cpu/attend_impl.h)."""
 
+from array import array
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
 from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.cache.store import PageStore
-from kvfold.formats.page import PageForm
+from kvfold.formats.page import PageForm, Pages
 from kvfold.kernels.cpu import module
 from kvfold.quant.packing import TILE
+from kvfold.quant.transforms import ChannelOrder, Hadamard, Transform
 
 INSTRUCTION_SETS: list[str] = module.instruction_sets()
 """What this machine runs, best first."""
@@ -53,50 +57,50 @@ def attend_rows(
         One of `INSTRUCTION_SETS`.
     """
     batch, heads, n, key_dim = query.shape
-    kv_heads, value_dim = rows.kv_heads, rows.value_dim
+    kv_heads, value_dim, length = rows.kv_heads, rows.value_dim, rows.length
     _check(query, rows, mask)
-    q = (query.float() * scaling).contiguous()
-    rotated_q = rows.keys.form.transform.apply_to_query(q.unflatten(1, (kv_heads, -1))).contiguous()
-    if not bool(rotated_q.isfinite().all()):
-        raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
-    t = torch.arange(rows.length - n, rows.length, device=query.device)
-    folded_until = rows.folded_until(t, dense.start if dense is not None else rows.length)
-    after = t + 1 if mask is None else torch.full_like(t, rows.length)  # a mask decides alone
-    folded_stop = torch.minimum(folded_until, after)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    # For each query: where it stops to read folded, where all that it may read ends, and the lesser of both.
+    dense_start = dense.start if dense is not None else length
+    until = [rows.folded_until(t, dense_start) for t in range(length - n, length)]
+    after = [*range(length - n + 1, length + 1)] if mask is None else [length] * n  # a mask decides alone
+    views = array("q", (*until, *after, *map(min, until, after)))
+    folded_until = views.buffer_info()[0]
+    stop, folded_stop = folded_until + n * views.itemsize, folded_until + 2 * n * views.itemsize
 
     task = module.Attention(
         instruction_set, batch, kv_heads, heads // kv_heads, n, key_dim, value_dim, torch.get_num_threads()
     )
-    keys, values = _side(rows.keys), _side(rows.values)
-    task.set_pages(rows.keys.count, keys, values, rows.window.sinks, folded_stop.data_ptr())
+    by_row, by_head, by_token, _ = query.stride()
+    task.set_query(query.data_ptr(), _DTYPES[query.dtype], by_row, by_head, by_token, scaling)
+    task.set_pages(
+        rows.keys.count, _side(rows.keys), _side(rows.values), _rotation(rows.keys.form.transform),
+        _rotation(rows.values.form.transform), rows.window.sinks, folded_stop,
+    )  # fmt: skip
     held = []  # tensors whose addresses the kernel has
-    for span, start in ((rows.sink_span(), None), (dense, folded_until)):
+    for span, start in ((rows.sink_span(), 0), (dense, folded_until)):
         if span is None or span.start == span.stop:
             continue
         key, value = span.key, span.value
         if key.dtype != value.dtype or key.dtype not in _DTYPES or key.stride(-1) != 1 or value.stride(-1) != 1:
             key, value = key.float().contiguous(), value.float().contiguous()
         held += [key, value]
+        key_row, key_head, key_token, _ = key.stride()
+        value_row, value_head, value_token, _ = value.stride()
         task.add_span(
-            key.data_ptr(), value.data_ptr(), key.stride(0), key.stride(1), key.stride(2),
-            value.stride(0), value.stride(1), value.stride(2), _DTYPES[key.dtype], span.start, key.shape[2],
-            0 if start is None else start.data_ptr(), after.data_ptr(),
+            key.data_ptr(), value.data_ptr(), key_row, key_head, key_token, value_row, value_head, value_token,
+            _DTYPES[key.dtype], span.start, key.shape[2], start, stop,
         )  # fmt: skip
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         by_row, by_head, by_query = (0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3))
         task.set_mask(mask.data_ptr(), by_row, by_head, by_query, mask.shape[-1])
-    rotated = query.new_empty(batch, heads, n, rows.values.form.code_dim, dtype=torch.float32)
-    plain = query.new_empty(batch, heads, n, value_dim, dtype=torch.float32)
-    maximum, total = query.new_empty(2, batch, heads, n, 1, dtype=torch.float32)
-    task.attend(
-        rotated_q.data_ptr(), q.data_ptr(), softcap or 0.0, rotated.data_ptr(), plain.data_ptr(), maximum.data_ptr(),
-        total.data_ptr(),
-    )  # fmt: skip
     if sink_logits is not None:
-        total += torch.exp(sink_logits.float().view(1, heads, 1, 1) - maximum)
-    out = rows.values.form.transform.invert(rotated).add_(plain).div_(total)
-    return out if bool((total > 0).all()) else out.where(total > 0, 0)
+        sink_logits = sink_logits.float().contiguous()
+    out = torch.empty(batch, heads, n, value_dim)
+    if not task.attend(softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), out.data_ptr()):
+        raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
+    return out
 
 
 def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
@@ -113,21 +117,23 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
             raise ValueError(f"mask has shape {tuple(mask.shape)}: give (batch or 1, heads or 1, n or 1, tokens)")
 
 
+_SIDES: WeakKeyDictionary[Pages, tuple[PageForm, module.Side]] = WeakKeyDictionary()
+
+
 def _side(store: PageStore) -> module.Side:
-    form: PageForm = store.form
-    pages = store.storage
-    code, lut = (0, 0, 0), form.lut
-    if pages is not None:
-        code = (
-            pages.code.data_ptr(),
-            pages.code.stride(0) * pages.code.itemsize,
-            pages.code.stride(1) * pages.code.itemsize,
-        )
-    side = module.Side(
-        *code, form.page_size, form.code_dim, bytes(form.bits), form.lanes == "tokens", lut.data_ptr(), lut.shape[-1]
-    )
+    """A store's pages as the kernel knows them: addresses and strides, which stay as long as the storage does."""
+    form, pages = store.form, store.storage
     if pages is None:
-        return side
+        return module.Side(0, 0, 0, form.page_size, form.code_dim, bytes(form.bits), form.lanes == "tokens",
+                           form.lut.data_ptr(), form.lut.shape[-1])  # fmt: skip
+    known = _SIDES.get(pages)
+    if known is not None and known[0] is form:
+        return known[1]
+    code = pages.code
+    side = module.Side(
+        code.data_ptr(), code.stride(0) * code.itemsize, code.stride(1) * code.itemsize, form.page_size, form.code_dim,
+        bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(), form.lut.shape[-1],
+    )  # fmt: skip
     scale, offset = pages.scale, pages.offset
     if scale is not None:
         side.set_scale(
@@ -141,4 +147,28 @@ def _side(store: PageStore) -> module.Side:
             0 if centre is None else centre.data_ptr(), 0 if channel_scale is None else channel_scale.data_ptr(),
             either.stride(0), either.stride(1), either.shape[-1],
         )  # fmt: skip
+    _SIDES[pages] = form, side
     return side
+
+
+_ROTATIONS: WeakKeyDictionary[Transform | ChannelOrder, module.Rotation] = WeakKeyDictionary()
+
+
+def _rotation(transform: Transform | ChannelOrder) -> module.Rotation:
+    """A transform as the kernel knows it."""
+    known = _ROTATIONS.get(transform)
+    if known is not None:
+        return known
+    if isinstance(transform, ChannelOrder):
+        order = transform.order
+        by_row, by_head = (0, 0, *order.stride()[:-1])[-2:]
+        rotation = module.Rotation.order(order.shape[-1], order.data_ptr(), by_row, by_head)
+    elif isinstance(transform, Hadamard):
+        mix = 0 if transform.mix is None else transform.mix.data_ptr()
+        rotation = module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), mix)
+    else:
+        code_dim, dim = transform.matrix.shape
+        inverse = 0 if transform.general_inverse is None else transform.general_inverse.data_ptr()
+        rotation = module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), inverse)
+    _ROTATIONS[transform] = rotation
+    return rotation

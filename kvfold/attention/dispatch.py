@@ -17,7 +17,6 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {"cpu": cpu.attend_rows, "reference
 """Ways to compute, by name; all take what `kvfold.attention.reference.attend_rows` takes."""
 
 
-@torch.no_grad()
 def attend(
     query: Tensor,
     new: Appended,
@@ -63,8 +62,7 @@ def attend(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
     new.layer.observe(query, new)
-    value_dim = new.layer.value_dim
-    out = query.new_zeros(*query.shape[:3], value_dim)
+    out = None
     for group, dense in zip(new.layer.groups, new.dense, strict=True):
         skip = max(group.padding - new.first_column, 0)
         own_mask = None
@@ -84,8 +82,12 @@ def attend(
             softcap=softcap,
             sink_logits=sink_logits,
         )
+        if result.shape[0] == query.shape[0] and not skip:  # all rows in one group
+            return result.to(query.dtype)
+        if out is None:
+            out = query.new_zeros(*query.shape[:3], new.layer.value_dim)
         out[group.batch_rows, :, skip:] = result.to(out.dtype)
-    return out
+    return query.new_zeros(*query.shape[:3], new.layer.value_dim) if out is None else out
 
 
 def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:

@@ -20,6 +20,7 @@ SCORE_BLOCK = 2**20
 """About how many scores are held at a time; sets the number of queries that go through the keys together."""
 
 
+@torch.no_grad()
 def attend_rows(
     query: Tensor,
     rows: FoldedRows,
@@ -50,10 +51,10 @@ def attend_rows(
     for first in range(0, n, queries):
         block = slice(first, min(first + queries, n))
         width = block.stop - block.start
-        t = torch.arange(rows.length - n + block.start, rows.length - n + block.stop, device=query.device)
+        positions = range(rows.length - n + block.start, rows.length - n + block.stop)
         reader = _Reader(
-            position=t,
-            folded_until=rows.folded_until(t, dense_start),
+            position=torch.tensor(positions, device=query.device),
+            folded_until=torch.tensor([rows.folded_until(t, dense_start) for t in positions], device=query.device),
             mask=None if mask is None else _to_groups(mask[:, :, block], kv_heads),
             softcap=softcap,
             state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.values.form.code_dim, rows.value_dim, q),

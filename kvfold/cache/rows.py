@@ -57,7 +57,8 @@ class Pending:
     pages
         Folded pages of keys and values, if there are any.
     dense
-        The tail and the new tokens after the sinks.
+        The tail and the new tokens after the sinks; None if the formats fold by token, or if the new tokens only
+        join the tail, which has room for them.
     """
 
     key: Tensor
@@ -139,18 +140,17 @@ class FoldedRows:
         pages_stop = self.window.sinks + self.keys.count * self.page_size
         return min(self.length, pages_stop) if self.formats.folds_by_token else pages_stop
 
-    def folded_until(self, t: Tensor, at_least: int) -> Tensor:
-        """For queries at positions `t`: the position after the last token that they read folded.
+    def folded_until(self, t: int, at_least: int) -> int:
+        """For the query at position `t`: the position after the last token that it reads folded.
 
         `at_least` is where pages ended before the queries' own tokens came: what lies before is held
         folded only.
         """
         if self.formats.folds_by_token:
-            return torch.full_like(t, self.length)
+            return self.length
         first = self.window.sinks
-        ripe = (t + 1 - self.window.recent - first).div(self.page_size, rounding_mode="floor")
-        ripe = ripe.where(t + 1 >= self.fit_tokens, 0)
-        return (first + ripe * self.page_size).clamp_min(at_least)
+        ripe = (t + 1 - self.window.recent - first) // self.page_size if t + 1 >= self.fit_tokens else 0
+        return max(first + ripe * self.page_size, at_least)
 
     def _full_pages(self, length: int, followed_by: int) -> int:
         """Pages of a row of `length` tokens that at least `followed_by` ≥ `recent` tokens follow."""
@@ -190,8 +190,10 @@ class FoldedRows:
             If a scale leaves float16's range.
         """
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
+        n = key.shape[2] - into_sinks
+        if self._only_joins_tail(n, into_sinks):
+            return Pending(key, value, into_sinks, n, pages=None, dense=None)
         new = DenseSpan(key[:, :, into_sinks:], value[:, :, into_sinks:], self.length + into_sinks)
-        n = new.key.shape[2]
         if self.formats.folds_by_token:
             pages = None
             if n:
@@ -208,6 +210,17 @@ class FoldedRows:
             dense = DenseSpan(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
         pages = None if self.formats.awaits_fit else self._fold_ripe(dense, self.formats)
         return Pending(key, value, into_sinks, n, pages, dense)
+
+    def _only_joins_tail(self, n: int, into_sinks: int) -> bool:
+        """Whether `n` new tokens fold nothing, push nothing out of the tail, and find room there."""
+        stop = self.length + n
+        return (
+            self.tail is not None
+            and not into_sinks
+            and stop - self.tail_start <= self.tail[0].shape[2]
+            and (self.formats.awaits_fit or self._full_pages(stop, self.window.recent) <= self.keys.count)
+            and self._start_of_tail(stop) == self.tail_start
+        )
 
     def _fold_ripe(self, dense: DenseSpan, formats: FormatPair) -> tuple[Pages, Pages] | None:
         """The pages of `dense` that are ripe and not folded yet, folded."""
@@ -230,7 +243,15 @@ class FoldedRows:
         """
         self._keep_sinks(pending.key, pending.value, pending.into_sinks)
         folded_stop, dense = self.folded_stop, pending.dense
-        if dense is None:
+        if dense is None and not self.formats.folds_by_token:
+            assert self.tail is not None
+            held = self.length - self.tail_start
+            for kept, new in zip(self.tail, (pending.key, pending.value), strict=True):
+                kept.narrow(2, held, pending.after_sinks).copy_(new)
+            unread = folded_stop - self.tail_start
+            key, value = (x.narrow(2, unread, held + pending.after_sinks - unread) for x in self.tail)
+            dense = DenseSpan(key, value, folded_stop)
+        elif dense is None:
             if pending.pages is not None:
                 page = max(self.length - self.window.sinks, 0) // self.page_size
                 self.keys.merge(pending.pages[0], page)
@@ -316,8 +337,7 @@ class FoldedRows:
 
     def _keep_tail(self, dense: DenseSpan, new: int) -> None:
         """Keep what is young enough of `dense`, whose last `new` tokens are not in the tail yet."""
-        dropped = min(self._full_pages(dense.stop, self.window.recent + self.window.undo), self.keys.count)
-        start = max(self.window.sinks + dropped * self.page_size, self.tail_start)
+        start = self._start_of_tail(dense.stop)
         held = dense.stop - start
         if not new and start == self.tail_start:
             return
@@ -330,6 +350,11 @@ class FoldedRows:
         for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
             kept[:, :, first:held] = source[:, :, start + first - dense.start :]
         self.tail_start = start
+
+    def _start_of_tail(self, length: int) -> int:
+        """Where the tail starts once `length` tokens are held: what folded too long ago to be undone leaves it."""
+        dropped = min(self._full_pages(length, self.window.recent + self.window.undo), self.keys.count)
+        return max(self.window.sinks + dropped * self.page_size, self.tail_start)
 
     # Going back
 

@@ -48,8 +48,7 @@ def qjl(d: int, seed: int) -> Residual:
 
 def srht(d: int, seed: int) -> Residual:
     """QJL with rows of a randomised Hadamard matrix, which do not overlap (seed 004, "SRHT-QJL")."""
-    matrix = sqrt(d) * randomised_hadamard(d, seed)
-    return Residual(torch.from_numpy(matrix).float(), sqrt(pi / 2) / d, from_norm=True)
+    return Residual(sqrt(d) * randomised_hadamard(d, seed).matrix, sqrt(pi / 2) / d, from_norm=True)
 
 
 def sign(d: int, seed: int) -> Residual:

@@ -6,7 +6,8 @@ Random numbers come from NumPy's frozen MT19937 stream: the same seed gives the 
 machine and in every release.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -50,6 +51,26 @@ class Transform:
     def apply_to_query(self, q: Tensor) -> Tensor:
         """q̃ = R⁻ᵀ·q, so that q̃·(R·x) = q·x, for every row of `q` (…, D)."""
         return q @ self.inverse.to(q.device, q.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Hadamard(Transform):
+    """(Q ⊗ H/√2^k)·diag(signs), with the parts beside the matrix, for kernels that use butterflies.
+
+    Attributes
+    ----------
+    signs
+        ±1, shape (D,), float32.
+    mix
+        Q, shape (m, m), float32, for D = m·2^k with odd m; None for m = 1.
+    """
+
+    signs: Tensor = field(default_factory=lambda: torch.ones(0))
+    mix: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds."""
+        return (self.matrix, self.signs) if self.mix is None else (self.matrix, self.signs, self.mix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +137,7 @@ def walsh_hadamard(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return x
 
 
-def randomised_hadamard(d: int, seed: int) -> NDArray[np.float64]:
+def randomised_hadamard(d: int, seed: int) -> Hadamard:
     """H·diag(±1)/√d; for d = m·2^k with odd m > 1, (Q_m ⊗ H_{2^k})·diag(±1) with Haar Q_m.
 
     The Kronecker factor mixes the m blocks, so every output coordinate sees every input coordinate
@@ -124,16 +145,16 @@ def randomised_hadamard(d: int, seed: int) -> NDArray[np.float64]:
     """
     power = d & -d
     odd = d // power
-    matrix = walsh_hadamard(np.eye(power)) / np.sqrt(power)
-    if odd > 1:
-        matrix = np.kron(haar(odd, seed), matrix)
+    mix = haar(odd, seed) if odd > 1 else np.eye(1)
     signs = np.random.RandomState(seed).randint(0, 2, d) * 2.0 - 1.0
-    return matrix * signs
+    matrix = np.kron(mix, walsh_hadamard(np.eye(power)) / np.sqrt(power)) * signs
+    rotation, flips, blocks = (torch.from_numpy(part).float() for part in (matrix, signs, mix))
+    return Hadamard(rotation, signs=flips, mix=blocks if odd > 1 else None)
 
 
-_BUILDERS = {
-    "identity": lambda d, seed: np.eye(d),
-    "haar": haar,
+_BUILDERS: dict[str, Callable[[int, int], Transform]] = {
+    "identity": lambda d, seed: Transform(torch.eye(d)),
+    "haar": lambda d, seed: Transform(torch.from_numpy(haar(d, seed)).float()),
     "hadamard": randomised_hadamard,
 }
 
@@ -146,4 +167,4 @@ def orthogonal(kind: str, d: int, seed: int = 0) -> Transform:
     """
     if kind not in _BUILDERS:
         raise ValueError(f"transform = {kind!r}: choose one of {', '.join(sorted(_BUILDERS))}")
-    return Transform(torch.from_numpy(_BUILDERS[kind](d, seed)).to(torch.float32))
+    return _BUILDERS[kind](d, seed)

@@ -32,6 +32,14 @@ class Side:
     def set_scale(self, scale: int, offset: int, batch: int, head: int, groups: int) -> None: ...
     def set_centre(self, centre: int, channel_scale: int, batch: int, head: int, dim: int) -> None: ...
 
+class Rotation:
+    @staticmethod
+    def matrix(dim: int, code_dim: int, matrix: int, inverse: int) -> Rotation: ...
+    @staticmethod
+    def order(dim: int, order: int, batch: int, head: int) -> Rotation: ...
+    @staticmethod
+    def hadamard(dim: int, signs: int, mix: int) -> Rotation: ...
+
 class Attention:
     def __init__(
         self,
@@ -44,7 +52,17 @@ class Attention:
         value_dim: int,
         threads: int,
     ) -> None: ...
-    def set_pages(self, count: int, keys: Side, values: Side, first: int, folded_stop: int) -> None: ...
+    def set_query(self, query: int, dtype: int, batch: int, head: int, token: int, scaling: float) -> None: ...
+    def set_pages(
+        self,
+        count: int,
+        keys: Side,
+        values: Side,
+        key_rotation: Rotation,
+        value_rotation: Rotation,
+        first: int,
+        folded_stop: int,
+    ) -> None: ...
     def add_span(
         self,
         key: int,
@@ -62,13 +80,4 @@ class Attention:
         stop: int,
     ) -> None: ...
     def set_mask(self, mask: int, batch: int, head: int, query: int, columns: int) -> None: ...
-    def attend(
-        self,
-        rotated_query: int,
-        query: int,
-        softcap: float,
-        rotated: int,
-        plain: int,
-        maximum: int,
-        total: int,
-    ) -> None: ...
+    def attend(self, softcap: float, sink_logits: int, out: int) -> bool: ...

@@ -27,6 +27,21 @@ struct Side {
   std::size_t centre_batch = 0, centre_head = 0, centre_dim = 0;
 };
 
+// R of one side: kvfold/quant/transforms.py.
+enum class RotationKind : int { matrix, order, hadamard };
+
+struct Rotation {
+  RotationKind kind = RotationKind::matrix;
+  std::size_t dim = 0, code_dim = 0;
+  const float* matrix = nullptr;   // matrix: (code_dim, dim)
+  const float* inverse = nullptr;  // matrix: (dim, code_dim); null if R is orthogonal
+  const std::int16_t* order = nullptr;  // order: (batch, head, dim), with strides 0 to share
+  std::size_t order_batch = 0, order_head = 0;
+  const float* signs = nullptr;  // hadamard: (dim)
+  const float* mix = nullptr;    // hadamard: (dim / power)², null if that is 1
+  std::size_t power = 1;         // hadamard: the largest power of two that divides dim
+};
+
 enum class Dtype : int { float32, float16, bfloat16 };
 
 // Dense tokens at consecutive positions, strides as above; a query reads those from its `start` to before its `stop`.
@@ -41,10 +56,13 @@ struct Span {
 
 struct Attention {
   std::size_t batch = 0, kv_heads = 0, repeat = 0, queries = 0, key_dim = 0, value_dim = 0;
-  const float* rotated_query = nullptr;  // (batch, kv_heads, repeat, queries, keys.shape.head_dim)
-  const float* query = nullptr;          // (batch, kv_heads, repeat, queries, key_dim)
+  const void* query = nullptr;  // (batch, kv_heads · repeat, queries, key_dim)
+  std::size_t query_batch = 0, query_head = 0, query_token = 0;
+  Dtype query_dtype = Dtype::float32;
+  float scaling = 1;
   std::size_t pages = 0;
   Side keys, values;
+  Rotation key_rotation, value_rotation;
   std::int64_t pages_first = 0;               // position of the first folded token
   const std::int64_t* folded_stop = nullptr;  // for each query, the position after the last that it reads folded
   const Span* spans = nullptr;
@@ -55,28 +73,26 @@ struct Attention {
   std::int64_t mask_columns = 0;
   float softcap = 0;  // 0 for none
   int threads = 1;
-  // Unnormalised sums, and the logarithm's two parts, for each query row.
-  float* rotated = nullptr;  // (rows, values.shape.head_dim)
-  float* plain = nullptr;    // (rows, value_dim)
-  float* maximum = nullptr;  // (rows)
-  float* total = nullptr;    // (rows)
+  const float* sink_logits = nullptr;  // (kv_heads · repeat), or null
+  float* out = nullptr;                // (batch, kv_heads · repeat, queries, value_dim)
 };
 
 // The same body compiled for each instruction set; attend_impl.h.
+// False, and no output, if a query is not finite.
 namespace serial {
-void attend(const Attention& job);
+bool attend(const Attention& job);
 }
 namespace avx2 {
-void attend(const Attention& job);
+bool attend(const Attention& job);
 }
 namespace avx512 {
-void attend(const Attention& job);
+bool attend(const Attention& job);
 }
 namespace avx512vnni {
-void attend(const Attention& job);
+bool attend(const Attention& job);
 }
 namespace avx512vbmi {
-void attend(const Attention& job);
+bool attend(const Attention& job);
 }
 
 }  // namespace kvfold

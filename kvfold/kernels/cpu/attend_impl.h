@@ -4,9 +4,12 @@
 
 #include "integer.h"
 #include "page.h"
+#include "rotate.h"
 
 namespace kvfold::KVFOLD_ISA {
 namespace {
+
+constexpr std::size_t kBlocksAThread = 24;
 
 // Softmax state of a block of query rows.
 struct State {
@@ -42,12 +45,10 @@ class Worker {
   std::size_t rotated_width() const { return rotated_width_; }
   std::size_t plain_width() const { return plain_width_; }
 
-  void run(State& state, std::size_t batch, std::size_t head, std::size_t first, std::size_t count,
-           std::size_t block_begin, std::size_t block_end) {
+  // `query` and `rotated_query` are those of the rows, scaled.
+  void run(State& state, const float* query, const float* rotated_query, std::size_t batch, std::size_t head,
+           std::size_t first, std::size_t count, std::size_t block_begin, std::size_t block_end) {
     batch_ = batch, head_ = head, first_ = first, count_ = count;
-    const std::size_t rows = job_.repeat * job_.queries, base = (batch * job_.kv_heads + head) * rows + first;
-    const float* rotated_query = job_.rotated_query + base * job_.keys.shape.head_dim;
-    const float* query = job_.query + base * job_.key_dim;
 #ifdef __AVX512VNNI__
     if (integer_keys_.fits() && block_begin < job_.pages) integer_keys_.prepare(rotated_query, count);
 #endif
@@ -83,16 +84,25 @@ class Worker {
     return false;
   }
 
+  // Keys as [channel][token], values as [token][channel].
   void unpack(const Span& span, std::size_t from_token, std::size_t tokens) {
     const std::size_t key_at = batch_ * span.key_batch + head_ * span.key_head + from_token * span.key_token;
     const std::size_t value_at = batch_ * span.value_batch + head_ * span.value_head + from_token * span.value_token;
-    for (std::size_t t = 0; t < kDenseBlock; ++t) {
-      const bool real = t < tokens;
-      for (std::size_t c = 0; c < job_.key_dim; ++c)
-        dense_key_[c * kDenseBlock + t] = real ? from(span.dtype, span.key, key_at + t * span.key_token + c) : 0.0f;
-      for (std::size_t c = 0; c < job_.value_dim; ++c)
-        dense_value_[t * plain_width_ + c] = real ? from(span.dtype, span.value, value_at + t * span.value_token + c) : 0.0f;
+    for (std::size_t first = 0; first < tokens; first += kLanes) {
+      const std::size_t here = std::min(kLanes, tokens - first);
+      for (std::size_t c = 0; c < job_.key_dim; c += kLanes) {
+        const std::size_t channels = std::min(kLanes, job_.key_dim - c);
+        Vec lines[kLanes] = {};
+        for (std::size_t t = 0; t < here; ++t)
+          lines[t] = load_some(span.dtype, span.key, key_at + (first + t) * span.key_token + c, channels);
+        transpose(lines);
+        for (std::size_t i = 0; i < channels; ++i) store(&dense_key_[(c + i) * kDenseBlock + first], lines[i]);
+      }
     }
+    for (std::size_t t = 0; t < tokens; ++t)
+      for (std::size_t c = 0; c < job_.value_dim; c += kLanes)
+        store(&dense_value_[t * plain_width_ + c], load_some(span.dtype, span.value, value_at + t * span.value_token + c,
+                                                             std::min(kLanes, job_.value_dim - c)));
   }
 
   // Reads a folded page into the state: either side in integers, if its codes fit them.
@@ -125,10 +135,10 @@ class Worker {
   // Reads the dense keys and values that were unpacked last.
   void read_dense(State& state, const float* query, std::int64_t start, std::size_t tokens, const Span& span) {
     float* scores = scores_.data();
-    multiply<false>(count_, job_.key_dim, kDenseBlock, query, job_.key_dim, dense_key_.data(), kDenseBlock, scores,
-                    kDenseBlock);
+    const std::size_t width = padded(tokens);
+    multiply<false>(count_, job_.key_dim, width, query, job_.key_dim, dense_key_.data(), kDenseBlock, scores, kDenseBlock);
     for (std::size_t r = 0; r < count_; ++r)
-      weigh(state, r, scores + r * kDenseBlock, start, tokens, kDenseBlock, span.start, span.stop);
+      weigh(state, r, scores + r * kDenseBlock, start, tokens, width, span.start, span.stop);
     multiply<true>(count_, tokens, plain_width_, scores, kDenseBlock, dense_value_.data(), plain_width_,
                    state.plain.data(), plain_width_);
   }
@@ -199,54 +209,79 @@ class Worker {
 
 }  // namespace
 
-void attend(const Attention& job) {
+bool attend(const Attention& job) {
   const std::size_t rows = job.repeat * job.queries, row_blocks = (rows + kRowBlock - 1) / kRowBlock;
-  const std::size_t units = job.batch * job.kv_heads * row_blocks;
+  const std::size_t heads = job.batch * job.kv_heads, units = heads * row_blocks;
   std::size_t blocks = job.pages;
   for (std::size_t i = 0; i < job.span_count; ++i) blocks += Worker::blocks(job.spans[i]);
   // Few rows over a long context: split the context, so that every thread has work.
-  const std::size_t threads = static_cast<std::size_t>(std::max(job.threads, 1));
+  const std::size_t worthwhile = std::max<std::size_t>(units * blocks / kBlocksAThread, 1);  // to wake a thread for
+  const std::size_t threads = std::min(static_cast<std::size_t>(std::max(job.threads, 1)), worthwhile);
   const std::size_t wanted = units >= 4 * threads ? 1 : (4 * threads + units - 1) / units;
   const std::size_t splits = threads == 1 ? 1 : std::clamp<std::size_t>(blocks / 4, 1, wanted);
-  const std::size_t rotated_width = padded(job.values.shape.head_dim), plain_width = padded(job.value_dim);
+  const std::size_t key_width = job.keys.shape.head_dim, value_width = job.values.shape.head_dim;
+  const std::size_t rotated_width = padded(value_width), plain_width = padded(job.value_dim);
   const std::unique_ptr<State[]> states(new State[units * splits]);
+  Buffer queries(heads * rows * job.key_dim), rotated_queries(heads * rows * key_width);
+  bool finite = true;
 
 #pragma omp parallel num_threads(static_cast<int>(std::min(threads, units * splits)))
   {
-    Worker worker(job);
-#pragma omp for schedule(dynamic)
-    for (std::size_t i = 0; i < units * splits; ++i) {
-      const std::size_t unit = i / splits, split = i % splits;
-      const std::size_t first = unit % row_blocks * kRowBlock, count = std::min(kRowBlock, rows - first);
-      const std::size_t head = unit / row_blocks % job.kv_heads, batch = unit / row_blocks / job.kv_heads;
-      states[i] = State(count, rotated_width, plain_width);
-      worker.run(states[i], batch, head, first, count, blocks * split / splits, blocks * (split + 1) / splits);
+    Rotator key_rotator(job.key_rotation);
+#pragma omp for schedule(static) reduction(&& : finite)
+    for (std::size_t i = 0; i < heads * rows; ++i) {
+      const std::size_t batch = i / rows / job.kv_heads, head = i / rows % job.kv_heads, row = i % rows;
+      const std::size_t at = batch * job.query_batch + (head * job.repeat + row / job.queries) * job.query_head +
+                             row % job.queries * job.query_token;
+      float *query = &queries[i * job.key_dim], *rotated = &rotated_queries[i * key_width];
+      for (std::size_t c = 0; c < job.key_dim; ++c) query[c] = from(job.query_dtype, job.query, at + c) * job.scaling;
+      key_rotator.apply_to_query(query, rotated, batch, head);
+      float nothing = 0;  // NaN once a number is not finite
+      for (std::size_t c = 0; c < key_width; ++c) nothing += rotated[c] * 0.0f;
+      finite = finite && nothing == 0.0f;
     }
+    if (finite) {
+      Worker worker(job);
+#pragma omp for schedule(dynamic)
+      for (std::size_t i = 0; i < units * splits; ++i) {
+        const std::size_t unit = i / splits, split = i % splits;
+        const std::size_t first = unit % row_blocks * kRowBlock, count = std::min(kRowBlock, rows - first);
+        const std::size_t head = unit / row_blocks % job.kv_heads, batch = unit / row_blocks / job.kv_heads;
+        const std::size_t base = unit / row_blocks * rows + first;
+        states[i] = State(count, rotated_width, plain_width);
+        worker.run(states[i], &queries[base * job.key_dim], &rotated_queries[base * key_width], batch, head, first, count,
+                   blocks * split / splits, blocks * (split + 1) / splits);
+      }
+      Rotator value_rotator(job.value_rotation);
+      Buffer rotated(rotated_width), plain(plain_width);
 #pragma omp for schedule(static)
-    for (std::size_t unit = 0; unit < units; ++unit) {
-      const std::size_t first = unit % row_blocks * kRowBlock, count = std::min(kRowBlock, rows - first);
-      const std::size_t base = unit / row_blocks * rows + first;
-      for (std::size_t r = 0; r < count; ++r) {
-        float maximum = kNever, total = 0;
-        for (std::size_t s = 0; s < splits; ++s) maximum = std::max(maximum, states[unit * splits + s].maximum[r]);
-        float* rotated = job.rotated + (base + r) * job.values.shape.head_dim;
-        float* plain = job.plain + (base + r) * job.value_dim;
-        std::fill(rotated, rotated + job.values.shape.head_dim, 0.0f);
-        std::fill(plain, plain + job.value_dim, 0.0f);
-        for (std::size_t s = 0; s < splits; ++s) {
-          const State& part = states[unit * splits + s];
-          if (part.maximum[r] == kNever) continue;
-          const float weight = std::exp(part.maximum[r] - maximum);
-          total += weight * sum(load(&part.total[r * kLanes]));
-          for (std::size_t c = 0; c < job.values.shape.head_dim; ++c)
-            rotated[c] += weight * part.rotated[r * rotated_width + c];
-          for (std::size_t c = 0; c < job.value_dim; ++c) plain[c] += weight * part.plain[r * plain_width + c];
+      for (std::size_t unit = 0; unit < units; ++unit) {
+        const std::size_t first = unit % row_blocks * kRowBlock, count = std::min(kRowBlock, rows - first);
+        const std::size_t head = unit / row_blocks % job.kv_heads, batch = unit / row_blocks / job.kv_heads;
+        for (std::size_t r = 0; r < count; ++r) {
+          float* out = job.out + (unit / row_blocks * rows + first + r) * job.value_dim;
+          float maximum = kNever, total = 0;
+          for (std::size_t s = 0; s < splits; ++s) maximum = std::max(maximum, states[unit * splits + s].maximum[r]);
+          std::fill(out, out + job.value_dim, 0.0f);
+          if (maximum == kNever) continue;
+          std::fill(rotated.data(), rotated.data() + rotated_width, 0.0f);
+          std::fill(plain.data(), plain.data() + plain_width, 0.0f);
+          for (std::size_t s = 0; s < splits; ++s) {
+            const State& part = states[unit * splits + s];
+            if (part.maximum[r] == kNever) continue;
+            const float weight = std::exp(part.maximum[r] - maximum);
+            total += weight * sum(load(&part.total[r * kLanes]));
+            add_scaled(rotated.data(), &part.rotated[r * rotated_width], weight, rotated_width);
+            add_scaled(plain.data(), &part.plain[r * plain_width], weight, plain_width);
+          }
+          if (job.sink_logits) total += std::exp(job.sink_logits[head * job.repeat + (first + r) / job.queries] - maximum);
+          value_rotator.invert(rotated.data(), out, batch, head);
+          for (std::size_t c = 0; c < job.value_dim; ++c) out[c] = (out[c] + plain[c]) / total;
         }
-        job.maximum[base + r] = maximum;
-        job.total[base + r] = total;
       }
     }
   }
+  return finite;
 }
 
 }  // namespace kvfold::KVFOLD_ISA

@@ -115,7 +115,7 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-using Run = void (*)(const kvfold::Attention&);
+using Run = bool (*)(const kvfold::Attention&);
 
 Run find(const std::string& isa) {
   for (const std::string& name : instruction_sets())
@@ -163,6 +163,28 @@ void closest_affine(const std::string& isa, ConstFloats y, ConstFloats centre, C
   run(job);
 }
 
+// kvfold::Rotation over tensors that the caller keeps alive.
+kvfold::Rotation matrix_rotation(std::size_t dim, std::size_t code_dim, std::uintptr_t matrix, std::uintptr_t inverse) {
+  kvfold::Rotation r;
+  r.kind = kvfold::RotationKind::matrix, r.dim = dim, r.code_dim = code_dim;
+  r.matrix = pointer<float>(matrix), r.inverse = pointer<float>(inverse);
+  return r;
+}
+
+kvfold::Rotation order_rotation(std::size_t dim, std::uintptr_t order, std::size_t batch, std::size_t head) {
+  kvfold::Rotation r;
+  r.kind = kvfold::RotationKind::order, r.dim = r.code_dim = dim;
+  r.order = pointer<std::int16_t>(order), r.order_batch = batch, r.order_head = head;
+  return r;
+}
+
+kvfold::Rotation hadamard_rotation(std::size_t dim, std::uintptr_t signs, std::uintptr_t mix) {
+  kvfold::Rotation r;
+  r.kind = kvfold::RotationKind::hadamard, r.dim = r.code_dim = dim, r.power = dim & (~dim + 1);
+  r.signs = pointer<float>(signs), r.mix = pointer<float>(mix);
+  return r;
+}
+
 struct Task : kvfold::Attention {
   Run run;
   std::vector<kvfold::Span> own_spans;
@@ -172,10 +194,15 @@ struct Task : kvfold::Attention {
     batch = batch_rows, kv_heads = heads, repeat = repeats, queries = n;
     key_dim = key_channels, value_dim = value_channels, threads = thread_count;
   }
-  void set_pages(std::size_t count, const OwnedSide& key_side, const OwnedSide& value_side, std::int64_t first,
+  void set_query(std::uintptr_t at, int dtype, std::size_t batch_stride, std::size_t head, std::size_t token, float scale) {
+    query = pointer<void>(at), query_dtype = static_cast<kvfold::Dtype>(dtype), scaling = scale;
+    query_batch = batch_stride, query_head = head, query_token = token;
+  }
+  void set_pages(std::size_t count, const OwnedSide& key_side, const OwnedSide& value_side,
+                 const kvfold::Rotation& of_keys, const kvfold::Rotation& of_values, std::int64_t first,
                  std::uintptr_t folded_stop_at) {
     pages = count, keys = key_side.view(), values = value_side.view(), pages_first = first;
-    folded_stop = pointer<std::int64_t>(folded_stop_at);
+    key_rotation = of_keys, value_rotation = of_values, folded_stop = pointer<std::int64_t>(folded_stop_at);
   }
   void add_span(std::uintptr_t key, std::uintptr_t value, std::size_t key_batch, std::size_t key_head,
                 std::size_t key_token, std::size_t value_batch, std::size_t value_head, std::size_t value_token, int dtype,
@@ -189,14 +216,11 @@ struct Task : kvfold::Attention {
     mask = pointer<std::uint8_t>(at), mask_batch = batch_stride, mask_head = head, mask_query = query_stride;
     mask_columns = columns;
   }
-  void attend(std::uintptr_t rotated_query_at, std::uintptr_t query_at, float cap, std::uintptr_t rotated_at,
-              std::uintptr_t plain_at, std::uintptr_t maximum_at, std::uintptr_t total_at) {
-    rotated_query = pointer<float>(rotated_query_at), query = pointer<float>(query_at), softcap = cap;
-    rotated = reinterpret_cast<float*>(rotated_at), plain = reinterpret_cast<float*>(plain_at);
-    maximum = reinterpret_cast<float*>(maximum_at), total = reinterpret_cast<float*>(total_at);
+  bool attend(float cap, std::uintptr_t sink_logits_at, std::uintptr_t out_at) {
+    softcap = cap, sink_logits = pointer<float>(sink_logits_at), out = reinterpret_cast<float*>(out_at);
     spans = own_spans.data(), span_count = own_spans.size();
     nb::gil_scoped_release release;
-    run(*this);
+    return run(*this);
   }
 };
 
@@ -209,8 +233,13 @@ NB_MODULE(_cpu, m) {
                     std::size_t>())
       .def("set_scale", &OwnedSide::set_scale)
       .def("set_centre", &OwnedSide::set_centre);
+  nb::class_<kvfold::Rotation>(m, "Rotation")
+      .def_static("matrix", &matrix_rotation)
+      .def_static("order", &order_rotation)
+      .def_static("hadamard", &hadamard_rotation);
   nb::class_<Task>(m, "Attention")
       .def(nb::init<const std::string&, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, int>())
+      .def("set_query", &Task::set_query)
       .def("set_pages", &Task::set_pages)
       .def("add_span", &Task::add_span)
       .def("set_mask", &Task::set_mask)

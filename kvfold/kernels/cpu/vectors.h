@@ -94,6 +94,13 @@ inline void from_halves(const std::uint16_t* from, std::size_t count, float* to)
   for (; i < count; ++i) to[i] = from_half(from[i]);
 }
 
+inline float from_brain(std::uint16_t bits) {
+  const std::uint32_t u = std::uint32_t{bits} << 16;
+  float value;
+  std::memcpy(&value, &u, 4);
+  return value;
+}
+
 inline float from(Dtype dtype, const void* data, std::size_t i) {
   switch (dtype) {
     case Dtype::float32:
@@ -103,10 +110,43 @@ inline float from(Dtype dtype, const void* data, std::size_t i) {
     case Dtype::bfloat16:
       break;
   }
-  const std::uint32_t u = std::uint32_t{static_cast<const std::uint16_t*>(data)[i]} << 16;
-  float value;
-  std::memcpy(&value, &u, 4);
-  return value;
+  return from_brain(static_cast<const std::uint16_t*>(data)[i]);
+}
+
+// `count` ≤ 16 numbers from data[i] on, and zeros.
+inline Vec load_some(Dtype dtype, const void* data, std::size_t i, std::size_t count) {
+  if (count == kLanes && dtype == Dtype::float32) return load(static_cast<const float*>(data) + i);
+#ifdef __AVX512F__
+  if (count == kLanes) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const std::uint16_t*>(data) + i));
+    if (dtype == Dtype::float16) return Vec(_mm512_cvtph_ps(halves));
+    return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+  }
+#endif
+  float some[kLanes] = {};
+  for (std::size_t k = 0; k < count; ++k) some[k] = from(dtype, data, i + k);
+  return load(some);
+}
+
+#define KVFOLD_EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+
+// Exchanges lanes with the Step bit set of each vector for lanes without it of the vector that is Step on.
+template <int Step>
+inline void exchange(Vec (&lines)[kLanes]) {
+#define KVFOLD_LOW(lane) ((lane) & Step ? 16 + (lane) - Step : (lane))
+#define KVFOLD_HIGH(lane) ((lane) & Step ? 16 + (lane) : (lane) + Step)
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    if (i & Step) continue;
+    const Vec a = lines[i], b = lines[i + Step];
+    lines[i] = __builtin_shufflevector(a, b, KVFOLD_EACH_LANE(KVFOLD_LOW));
+    lines[i + Step] = __builtin_shufflevector(a, b, KVFOLD_EACH_LANE(KVFOLD_HIGH));
+  }
+#undef KVFOLD_LOW
+#undef KVFOLD_HIGH
+}
+
+inline void transpose(Vec (&lines)[kLanes]) {
+  exchange<1>(lines), exchange<2>(lines), exchange<4>(lines), exchange<8>(lines);
 }
 
 // Asks memory for `count` numbers that will be read soon. Pages of a head follow each other, so the one that is kAhead

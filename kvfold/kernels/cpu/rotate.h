@@ -1,0 +1,140 @@
+// R of the page form, applied to rows of floats. kvfold/quant/transforms.py says what the kinds are.
+#pragma once
+
+#include "vectors.h"
+
+namespace kvfold::KVFOLD_ISA {
+namespace {
+
+// One butterfly between lanes that are Half apart: a + b below, a - b above.
+template <int Half>
+inline Vec butterfly(Vec v) {
+#define KVFOLD_PARTNER(lane) ((lane) ^ Half)
+#define KVFOLD_SIGN(lane) ((lane) & Half ? -1.0f : 1.0f)
+  const Vec sign = {KVFOLD_EACH_LANE(KVFOLD_SIGN)};
+  return v * sign + __builtin_shufflevector(v, v, KVFOLD_EACH_LANE(KVFOLD_PARTNER));
+#undef KVFOLD_PARTNER
+#undef KVFOLD_SIGN
+}
+
+// Unnormalised Walsh–Hadamard transform of n = 2^k numbers, in place.
+inline void walsh_hadamard(float* x, std::size_t n) {
+  std::size_t half = 1;
+  if (n >= kLanes) {
+    for (std::size_t i = 0; i < n; i += kLanes)
+      store(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + i))))));
+    for (half = kLanes; half < n; half *= 2)
+      for (std::size_t first = 0; first < n; first += 2 * half)
+        for (std::size_t i = first; i < first + half; i += kLanes) {
+          const Vec a = load(x + i), b = load(x + i + half);
+          store(x + i, a + b), store(x + i + half, a - b);
+        }
+    return;
+  }
+  for (; half < n; half *= 2)
+    for (std::size_t first = 0; first < n; first += 2 * half)
+      for (std::size_t i = first; i < first + half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a + b, x[i + half] = a - b;
+      }
+}
+
+inline float dot(const float* a, const float* b, std::size_t n) {
+  Vec lanes{};
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) lanes += load(a + i) * load(b + i);
+  float rest = 0;
+  for (; i < n; ++i) rest += a[i] * b[i];
+  return sum(lanes) + rest;
+}
+
+inline void add_scaled(float* to, const float* from, float by, std::size_t n) {
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(to + i) + load(from + i) * by);
+  for (; i < n; ++i) to[i] += from[i] * by;
+}
+
+// y = A·x, or Aᵀ·x, for A of shape (rows, columns).
+inline void multiply_matrix(const float* a, std::size_t rows, std::size_t columns, const float* x, float* y) {
+  for (std::size_t r = 0; r < rows; ++r) y[r] = dot(a + r * columns, x, columns);
+}
+inline void multiply_transposed(const float* a, std::size_t rows, std::size_t columns, const float* x, float* y) {
+  std::fill(y, y + columns, 0.0f);
+  for (std::size_t r = 0; r < rows; ++r) add_scaled(y, a + r * columns, x[r], columns);
+}
+
+class Rotator {
+ public:
+  explicit Rotator(const Rotation& rotation) : rotation_(rotation), scratch_(rotation.dim) {}
+
+  // R·x: x has dim numbers, y code_dim; they do not overlap.
+  void apply(const float* x, float* y, std::size_t batch, std::size_t head) {
+    switch (rotation_.kind) {
+      case RotationKind::order: {
+        const std::int16_t* order = order_of(batch, head);
+        for (std::size_t i = 0; i < rotation_.dim; ++i) y[i] = x[order[i]];
+        return;
+      }
+      case RotationKind::hadamard: {
+        for (std::size_t i = 0; i < rotation_.dim; ++i) y[i] = x[i] * rotation_.signs[i];
+        for (std::size_t i = 0; i < rotation_.dim; i += rotation_.power) walsh_hadamard(y + i, rotation_.power);
+        mix(y, false);
+        return;
+      }
+      case RotationKind::matrix:
+        return multiply_matrix(rotation_.matrix, rotation_.code_dim, rotation_.dim, x, y);
+    }
+  }
+
+  // q̃ = R⁻ᵀ·q
+  void apply_to_query(const float* q, float* y, std::size_t batch, std::size_t head) {
+    if (rotation_.kind == RotationKind::matrix && rotation_.inverse)
+      return multiply_transposed(rotation_.inverse, rotation_.dim, rotation_.code_dim, q, y);
+    apply(q, y, batch, head);
+  }
+
+  // R⁻¹·y, which may change y.
+  void invert(float* y, float* x, std::size_t batch, std::size_t head) {
+    switch (rotation_.kind) {
+      case RotationKind::order: {
+        const std::int16_t* order = order_of(batch, head);
+        for (std::size_t i = 0; i < rotation_.dim; ++i) x[order[i]] = y[i];
+        return;
+      }
+      case RotationKind::hadamard:
+        mix(y, true);
+        for (std::size_t i = 0; i < rotation_.dim; i += rotation_.power) walsh_hadamard(y + i, rotation_.power);
+        for (std::size_t i = 0; i < rotation_.dim; ++i) x[i] = y[i] * rotation_.signs[i];
+        return;
+      case RotationKind::matrix:
+        if (rotation_.inverse) return multiply_matrix(rotation_.inverse, rotation_.dim, rotation_.code_dim, y, x);
+        return multiply_transposed(rotation_.matrix, rotation_.code_dim, rotation_.dim, y, x);
+    }
+  }
+
+ private:
+  const std::int16_t* order_of(std::size_t batch, std::size_t head) const {
+    return rotation_.order + batch * rotation_.order_batch + head * rotation_.order_head;
+  }
+
+  // Q ⊗ I, or its transpose, over blocks of `power`, times 1/√power.
+  void mix(float* y, bool transposed) {
+    const std::size_t power = rotation_.power, m = rotation_.dim / power;
+    const float by = 1.0f / std::sqrt(static_cast<float>(power));
+    if (m == 1) {
+      for (std::size_t i = 0; i < power; ++i) y[i] *= by;
+      return;
+    }
+    std::copy(y, y + rotation_.dim, scratch_.data());
+    std::fill(y, y + rotation_.dim, 0.0f);
+    for (std::size_t a = 0; a < m; ++a)
+      for (std::size_t b = 0; b < m; ++b)
+        add_scaled(y + a * power, scratch_.data() + b * power, by * rotation_.mix[transposed ? b * m + a : a * m + b], power);
+  }
+
+  const Rotation& rotation_;
+  Buffer scratch_;
+};
+
+}  // namespace
+}  // namespace kvfold::KVFOLD_ISA
