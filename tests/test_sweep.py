@@ -22,7 +22,7 @@ from kvfold.evaluate.sweep import Budgets, Config, StageFailed, Steps, Sweep, ab
 from kvfold.formats import NO_RESIDUAL, get_formats
 from kvfold.formats.base import Format
 from kvfold.formats.hadamard import Hadamard
-from kvfold.formats.page import Pages, TokenCodes
+from kvfold.formats.page import Pages
 
 
 def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> Sweep:
@@ -32,19 +32,12 @@ def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> S
 
 def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the bug of seed 002: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
-    fold_pages, fold_tokens = FoldedRows._fold_pages, FoldedRows._fold_tokens
+    fold = FoldedRows._fold
 
-    def swapped(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(x.shape)
+    def swapped(self: FoldedRows, fmt: Format, x: Tensor, slot: int = 0) -> Pages:
+        return fold(self, fmt, x.transpose(1, 2).reshape(x.shape), slot)
 
-    def pages(self: FoldedRows, fmt: Format, x: Tensor) -> Pages:
-        return fold_pages(self, fmt, swapped(x))
-
-    def tokens(self: FoldedRows, fmt: Format, x: Tensor, slot: int) -> Pages:
-        return fold_tokens(self, fmt, swapped(x), slot)
-
-    monkeypatch.setattr(FoldedRows, "_fold_pages", pages)
-    monkeypatch.setattr(FoldedRows, "_fold_tokens", tokens)
+    monkeypatch.setattr(FoldedRows, "_fold", swapped)
 
 
 @pytest.mark.parametrize("family", ["kvfold", "turboquant"])
@@ -81,13 +74,13 @@ def test_a_bug_in_values_stops_at_the_values_stage(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encode = Hadamard.encode
+    fold = Hadamard.fold_from
 
-    def shifted(self: Hadamard, x: Tensor) -> TokenCodes:
-        codes = encode(self, x)
-        return replace(codes, code=255 - codes.code) if self.lanes == "channels" else codes
+    def shifted(self: Hadamard, x: Tensor, slot: int = 0) -> Pages:
+        pages = fold(self, x, slot)
+        return replace(pages, code=255 - pages.code) if self.lanes == "channels" else pages
 
-    monkeypatch.setattr(Hadamard, "encode", shifted)
+    monkeypatch.setattr(Hadamard, "fold_from", shifted)
     with pytest.raises(StageFailed, match=r"stops at its values stage"):
         _sweep(demo[0], text_ids, tmp_path / "sweep.jsonl").run()
 

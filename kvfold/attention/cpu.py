@@ -10,6 +10,7 @@ from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.cache.store import PageStore
 from kvfold.formats.page import PageForm, Pages
 from kvfold.kernels.cpu import module
+from kvfold.kernels.ops import DTYPES
 from kvfold.quant.packing import TILE
 from kvfold.quant.transforms import ChannelOrder, Hadamard, Transform
 
@@ -19,14 +20,12 @@ INSTRUCTION_SETS: list[str] = module.instruction_sets()
 INTEGER_SETS = ("avx512vbmi", "avx512vnni")
 """Those that multiply codes as integers, where they fit (kvfold/kernels/cpu/integer.h)."""
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
 
 def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
     """Why this kernel does not take a call; None if it does."""
     if query.device.type != "cpu":
         return f"the queries are on {query.device}, and there is no kernel for it yet"
-    if query.dtype not in _DTYPES:
+    if query.dtype not in DTYPES:
         return f"the CPU kernel takes no queries of {query.dtype}"
     if mask is not None and mask.dtype != torch.bool:
         return f"the CPU kernel takes masks of bool, and this is one of {mask.dtype}"
@@ -72,7 +71,7 @@ def attend_rows(
         instruction_set, batch, kv_heads, heads // kv_heads, n, key_dim, value_dim, torch.get_num_threads()
     )
     by_row, by_head, by_token, _ = query.stride()
-    task.set_query(query.data_ptr(), _DTYPES[query.dtype], by_row, by_head, by_token, scaling)
+    task.set_query(query.data_ptr(), DTYPES[query.dtype], by_row, by_head, by_token, scaling)
     task.set_pages(
         rows.keys.count, _side(rows.keys), _side(rows.values), _rotation(rows.keys.form.transform),
         _rotation(rows.values.form.transform), rows.window.sinks, folded_stop,
@@ -82,14 +81,14 @@ def attend_rows(
         if span is None or span.start == span.stop:
             continue
         key, value = span.key, span.value
-        if key.dtype != value.dtype or key.dtype not in _DTYPES or key.stride(-1) != 1 or value.stride(-1) != 1:
+        if key.dtype != value.dtype or key.dtype not in DTYPES or key.stride(-1) != 1 or value.stride(-1) != 1:
             key, value = key.float().contiguous(), value.float().contiguous()
         held += [key, value]
         key_row, key_head, key_token, _ = key.stride()
         value_row, value_head, value_token, _ = value.stride()
         task.add_span(
             key.data_ptr(), value.data_ptr(), key_row, key_head, key_token, value_row, value_head, value_token,
-            _DTYPES[key.dtype], span.start, key.shape[2], start, stop,
+            DTYPES[key.dtype], span.start, key.shape[2], start, stop,
         )  # fmt: skip
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.cache.store import PageStore
 from kvfold.formats import Format, FormatPair, KeyStatistics
-from kvfold.formats.base import pad_tokens, require_finite
+from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
 
 TAIL_STEP = 16
@@ -199,8 +199,8 @@ class FoldedRows:
             if n:
                 slot = new.start - self.window.sinks
                 pages = (
-                    self._fold_tokens(self.formats.keys, new.key, slot),
-                    self._fold_tokens(self.formats.values, new.value, slot),
+                    self._fold(self.formats.keys, new.key, slot),
+                    self._fold(self.formats.values, new.value, slot),
                 )
             return Pending(key, value, into_sinks, n, pages, dense=None)
 
@@ -228,9 +228,7 @@ class FoldedRows:
         if ripe <= 0:
             return None
         own = slice(self.folded_stop - dense.start, self.folded_stop - dense.start + ripe * self.page_size)
-        return self._fold_pages(formats.keys, dense.key[:, :, own]), self._fold_pages(
-            formats.values, dense.value[:, :, own]
-        )
+        return self._fold(formats.keys, dense.key[:, :, own]), self._fold(formats.values, dense.value[:, :, own])
 
     def commit(self, pending: "Pending") -> DenseSpan | None:
         """Store prepared tokens.
@@ -313,17 +311,9 @@ class FoldedRows:
         self.formats = formats
         self.keys.form = formats.keys.form
 
-    def _fold_pages(self, fmt: Format, x: Tensor) -> Pages:
-        """Whole pages of tokens."""
-        folded = fmt.form.pack(fmt.encode(x.float().unflatten(2, (-1, self.page_size))))
-        require_finite(folded)
-        return folded
-
-    def _fold_tokens(self, fmt: Format, x: Tensor, slot: int) -> Pages:
+    def _fold(self, fmt: Format, x: Tensor, slot: int = 0) -> Pages:
         """Pages that hold `x` from slot `slot` of the stream on, and nothing elsewhere."""
-        before = slot % self.page_size
-        after = -(before + x.shape[2]) % self.page_size
-        folded = fmt.form.pack(pad_tokens(fmt.encode(x.float()), before, after).paged(self.page_size))
+        folded = fmt.fold_from(x, slot % self.page_size)
         require_finite(folded)
         return folded
 

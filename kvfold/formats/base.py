@@ -1,7 +1,7 @@
 """What every format has in common: fold tokens into the page form, and unfold them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -113,6 +113,22 @@ class Format(ABC):
     def encode(self, x: Tensor) -> TokenCodes:
         """Codes, scales and page metadata of one page's tokens each, `x` float32 of (…, T, D)."""
 
+    def fold_from(self, x: Tensor, slot: int = 0) -> Pages:
+        """Pages that hold `x` from slot `slot` of the first one on, and nothing elsewhere.
+
+        Parameters
+        ----------
+        x
+            Floating point, finite, (…, tokens, head_dim): whole pages unless the format folds by token.
+        slot
+            0 unless the format folds by token.
+        """
+        x = x.float()
+        if not self.folds_by_token:
+            return self.form.pack(self.encode(x.unflatten(-2, (-1, self.page_size))))
+        after = -(slot + x.shape[-2]) % self.page_size
+        return self.form.pack(pad_tokens(self.encode(x), slot, after).paged(self.page_size))
+
     def fold(self, x: Tensor) -> Pages:
         """Fold vectors into pages.
 
@@ -143,14 +159,12 @@ class Format(ABC):
         if not x.isfinite().all():
             raise ValueError("x holds a NaN or an infinity: fold takes finite vectors")
         tokens = x.shape[-2]
-        whole = tokens // self.page_size * self.page_size
-        parts = []
-        if whole:
-            parts.append(self.encode(x[..., :whole, :].float().unflatten(-2, (-1, self.page_size))))
+        whole = tokens if self.folds_by_token else tokens // self.page_size * self.page_size
+        parts = [self.fold_from(x[..., :whole, :])] if whole else []
         if whole < tokens:
             last = self.encode(x[..., whole:, :].float().unsqueeze(-3))
-            parts.append(pad_tokens(last, 0, self.page_size - (tokens - whole)))
-        pages = self.form.pack(_concatenated(parts))
+            parts.append(self.form.pack(pad_tokens(last, 0, self.page_size - (tokens - whole))))
+        pages = _joined(parts)
         require_finite(pages)
         pages.tokens = tokens
         return pages
@@ -190,13 +204,14 @@ def require_finite(pages: Pages) -> None:
             raise ValueError(f"the {name} of a page is beyond float16's 65,504: scale the vectors down before folding")
 
 
-def _concatenated(parts: list[TokenCodes]) -> TokenCodes:
+def _joined(parts: list[Pages]) -> Pages:
+    """Pages of the same streams, one after the other."""
     if len(parts) == 1:
         return parts[0]
+    first, second = parts
 
-    def join(name: str, dim: int) -> Tensor | None:
-        tensors = [getattr(part, name) for part in parts]
-        return None if tensors[0] is None else torch.cat(tensors, dim)
+    def join(name: str, tensor: Tensor) -> Tensor:
+        dim = -3 if name in ("scale", "offset") else -2  # that of pages
+        return torch.cat((tensor, getattr(second, name)), dim)
 
-    named = {f.name: join(f.name, -2 if f.name in ("centre", "channel_scale") else -3) for f in fields(TokenCodes)}
-    return TokenCodes(**named)  # type: ignore[arg-type]
+    return first.map_named(join)

@@ -110,7 +110,8 @@ def _candidates(pages: Tensor, tops: Sequence[float]) -> tuple[Tensor, Tensor]:
     low, high = pages.amin(1, keepdim=True), pages.amax(1, keepdim=True)
     centres = torch.cat((mean, 0.5 * (low + high)), 1).half()
     z = centres.float()
-    deviation = (pages.var(1, keepdim=True, correction=0) + (z - mean).square()).sqrt()
+    variance = (pages - mean).square().mean(1, keepdim=True)
+    deviation = (variance + (z - mean).square()).sqrt()
     reach = (
         torch.maximum(high - z, z - low)
         / torch.tensor(tops, device=pages.device).repeat_interleave(TILE)[: z.shape[-1]]

@@ -5,12 +5,19 @@ On a CPU each runs in C++; on other devices the torch truth in `kvfold.quant` ru
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.kernels.cpu import module as cpu
-from kvfold.quant import affine, packing
+from kvfold.quant import affine, packing, rotated
 from kvfold.quant.packing import Lanes
+from kvfold.quant.rotated import RotatedCode
+from kvfold.quant.scales import SCALE_RULES
+from kvfold.quant.transforms import Transform
 
 INSTRUCTION_SET: str = cpu.instruction_sets()[0]
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""What kernels read, by their number in C++."""
 
 
 @torch.library.custom_op("kvfold::pack", mutates_args=())
@@ -85,6 +92,64 @@ def _(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) ->
 def _affine_like(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
     code = y.new_empty(y.shape, dtype=torch.uint8)
     return code, code.new_empty(y.shape[0], y.shape[2])
+
+
+@torch.library.custom_op("kvfold::fold_rotated", mutates_args=())
+def fold_rotated(
+    x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
+    lanes: str, page_size: int, slot: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Tokens (…, T, D) as pages: packed codes (…, N, bytes), scales (…, N, P), and centres (…, N, D) or nothing.
+
+    `kvfold.quant.rotated.encode` and `kvfold.quant.packing.pack`; tokens begin at `slot` of the first page, and slots
+    without one have code 0 and scale 0. `signs` and `mix` are those of a Hadamard transform, beside its matrix.
+    """
+    how = RotatedCode(Transform(matrix.to(x.device)), levels.to(x.device), rule, centred)
+    after = -(slot + x.shape[-2]) % page_size
+    if centred:
+        code, scale, centre = rotated.encode(x.float().unflatten(-2, (-1, page_size)), how)
+    else:
+        code, scale, centre = rotated.encode(x.float(), how)
+        code = pad(code, (0, 0, slot, after)).unflatten(-2, (-1, page_size))
+        scale = pad(scale, (slot, after)).unflatten(-1, (-1, page_size))
+    bits = [how.bits] * (packing.padded(code.shape[-1]) // packing.TILE)
+    return packing.pack(code, bits, _lanes(lanes)), scale, scale.new_empty(0) if centre is None else centre
+
+
+@fold_rotated.register_kernel("cpu")
+def _(
+    x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
+    lanes: str, page_size: int, slot: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
+    tokens, dim = x.shape[-2:]
+    x = x if x.dtype in DTYPES else x.float()
+    flat = x if x.ndim == 4 else x.reshape(1, -1, tokens, dim)
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    if signs is None:
+        rotation = cpu.Rotation.matrix(dim, matrix.shape[0], matrix.data_ptr(), 0)
+    else:
+        rotation = cpu.Rotation.hadamard(dim, signs.data_ptr(), 0 if mix is None else mix.data_ptr())
+    shape = (*flat.shape[:2], -1, page_size)
+    cpu.fold(
+        INSTRUCTION_SET, flat.data_ptr(), DTYPES[flat.dtype], flat.stride(0), flat.stride(1), flat.stride(2), tokens,
+        slot, rotation, levels.contiguous(), list(SCALE_RULES).index(rule), _lanes(lanes) == "tokens", code.view(-1),
+        scale.view(torch.uint16).view(shape), centre.view(torch.uint16) if centred else None, torch.get_num_threads(),
+    )  # fmt: skip
+    return code, scale, centre
+
+
+@fold_rotated.register_fake
+def _folded_like(
+    x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
+    lanes: str, page_size: int, slot: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    pages, code_dim = -(-(slot + x.shape[-2]) // page_size), matrix.shape[0]
+    bits = [(levels.shape[0] - 1).bit_length()] * (packing.padded(code_dim) // packing.TILE)
+    lead = (*x.shape[:-2], pages)
+    code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
+    scale = x.new_empty((*lead, page_size), dtype=torch.float16)
+    return code, scale, x.new_empty((*lead, code_dim) if centred else 0, dtype=torch.float16)
 
 
 def _flat_pages(codes: Tensor) -> Tensor:

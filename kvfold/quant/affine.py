@@ -39,7 +39,7 @@ def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: 
         for k in range(centre.shape[1]):
             z, s = centre[:, None, k, channels], scale[:, None, k, channels]
             rest = y[..., channels] - z
-            code = torch.bucketize(rest / s.clamp_min(tiny), edges, out_int32=True)
+            code = torch.bucketize(rest * s.clamp_min(tiny).reciprocal(), edges, out_int32=True)
             losses.append((rest - s * levels[code]).square().square().sum(1))
             codes.append(code.to(torch.uint8))
         chosen = torch.stack(losses).argmin(0)  # (pages, channels)

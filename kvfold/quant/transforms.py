@@ -92,11 +92,11 @@ class ChannelOrder:
 
     def apply(self, x: Tensor) -> Tensor:
         """The channels of every row of `x`, in this order."""
-        return torch.take_along_dim(x, self._index(x), -1)
+        return x.gather(-1, self._index(x).expand(x.shape))
 
     def invert(self, y: Tensor) -> Tensor:
         """The channels of every row of `y`, back in their own order."""
-        return torch.take_along_dim(y, self._index(y).argsort(-1), -1)
+        return y.gather(-1, self._index(y).argsort(-1).expand(y.shape))
 
     def apply_to_query(self, q: Tensor) -> Tensor:
         """The same as `apply`, as a permutation is orthogonal."""

@@ -14,6 +14,24 @@ def closest_affine(
     chosen: Tensor,
     threads: int,
 ) -> None: ...
+def fold(
+    isa: str,
+    x: int,
+    dtype: int,
+    x_batch: int,
+    x_head: int,
+    x_token: int,
+    tokens: int,
+    first: int,
+    rotation: Rotation,
+    levels: Tensor,
+    rule: int,
+    lanes_are_tokens: bool,
+    code: Tensor,
+    scale: Tensor,
+    centre: Tensor | None,
+    threads: int,
+) -> None: ...
 def instruction_sets() -> list[str]: ...
 
 class Side:

@@ -1,21 +1,25 @@
 // Python bindings of the CPU kernels: checks shapes, drops the GIL, calls. Tensors cross as DLPack.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "affine.h"
 #include "attend.h"
+#include "fold.h"
 #include "pack.h"
 
 namespace nb = nanobind;
 using Bytes = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+using Halves = nb::ndarray<std::uint16_t, nb::c_contig, nb::device::cpu>;
 using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
 namespace {
@@ -185,6 +189,42 @@ kvfold::Rotation hadamard_rotation(std::size_t dim, std::uintptr_t signs, std::u
   return r;
 }
 
+// `batch`, `heads` and `pages` are known from the shape of `scale`; strides of x in elements.
+void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_batch, std::size_t x_head, std::size_t x_token,
+          std::size_t tokens, std::size_t first, const kvfold::Rotation& rotation, ConstFloats levels, int rule,
+          bool lanes_are_tokens, Bytes code, Halves scale, std::optional<Halves> centre, int threads) {
+  require(scale.ndim() == 4 && levels.ndim() == 1, "scale must have the shape (batch, heads, pages, page_size)");
+  kvfold::Fold job;
+  job.x = pointer<void>(x), job.dtype = static_cast<kvfold::Dtype>(dtype), job.tokens = tokens, job.first = first;
+  job.x_batch = x_batch, job.x_head = x_head, job.x_token = x_token;
+  job.batch = scale.shape(0), job.heads = scale.shape(1), job.pages = scale.shape(2);
+  job.shape.page_size = scale.shape(3), job.shape.head_dim = rotation.code_dim;
+  job.shape.lanes_are_tokens = lanes_are_tokens;
+  job.rotation = rotation, job.levels = levels.data(), job.rule = static_cast<kvfold::ScaleRule>(rule);
+  while ((std::size_t{1} << job.bits) < levels.size()) ++job.bits;
+  require(job.bits >= 1 && job.bits <= 8 && levels.size() == std::size_t{1} << job.bits, "levels must be 2 to 256, a power of two");
+  require(job.shape.page_size % kvfold::kTile == 0, "page_size must be a multiple of 16");
+  require(first < job.shape.page_size && first + tokens <= job.pages * job.shape.page_size, "x must fit the pages");
+  const std::size_t pages = job.batch * job.heads * job.pages;
+  const std::size_t tiles = (rotation.code_dim + kvfold::kTile - 1) / kvfold::kTile;
+  require(code.size() == pages * job.shape.page_size * 2 * job.bits * tiles, "code must have page_size * 2 * sum(bits) bytes a page");
+  job.centred = centre.has_value(), job.code = code.data(), job.scale = scale.data(), job.threads = threads;
+  if (centre) {
+    require(centre->size() == pages * rotation.code_dim, "centre must have code_dim numbers a page");
+    require(first == 0 && tokens == job.pages * job.shape.page_size, "pages with a centre must be whole");
+    job.centre = centre->data();
+  }
+  using Run = void (*)(const kvfold::Fold&);
+  Run run = kvfold::serial::fold;
+  find(isa);  // throws if this machine does not run it
+#if defined(__x86_64__)
+  if (isa.starts_with("avx512")) run = kvfold::avx512::fold;
+  if (isa == "avx2") run = kvfold::avx2::fold;
+#endif
+  nb::gil_scoped_release release;
+  run(job);
+}
+
 struct Task : kvfold::Attention {
   Run run;
   std::vector<kvfold::Span> own_spans;
@@ -248,4 +288,7 @@ NB_MODULE(_cpu, m) {
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);
   m.def("closest_affine", &closest_affine);
+  m.def("fold", &fold, nb::arg("isa"), nb::arg("x"), nb::arg("dtype"), nb::arg("x_batch"), nb::arg("x_head"),
+        nb::arg("x_token"), nb::arg("tokens"), nb::arg("first"), nb::arg("rotation"), nb::arg("levels"), nb::arg("rule"),
+        nb::arg("lanes_are_tokens"), nb::arg("code"), nb::arg("scale"), nb::arg("centre").none(), nb::arg("threads"));
 }

@@ -1,0 +1,60 @@
+"""What formats share that rotate vectors and code every coordinate against one codebook."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvfold.formats.base import Format
+from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table, uniform_bits
+from kvfold.kernels import ops
+from kvfold.quant import rotated
+from kvfold.quant.codebooks import on_grid, sphere_levels
+from kvfold.quant.rotated import RotatedCode
+from kvfold.quant.transforms import Hadamard, Transform, orthogonal
+
+
+@dataclass(frozen=True)
+class Rotated(Format):
+    """x̂ = R⁻¹·(z + s·lut[code]): `kvfold.quant.rotated` says how codes and scales are chosen."""
+
+    rotation: ClassVar[str]
+    """Kind of R (`kvfold.quant.transforms.orthogonal`)."""
+    rule: ClassVar[str]
+    """Scale rule (`kvfold.quant.scales`)."""
+    centred: ClassVar[bool] = False
+    """Whether a page has a centre."""
+    on_grid: ClassVar[bool] = True
+    """Whether levels are those of Lloyd and Max as near as kernels multiply exactly, or to the last digit."""
+
+    @property
+    def folds_by_token(self) -> bool:
+        return not self.centred
+
+    @cached_property
+    def form(self) -> PageForm:
+        bits = uniform_bits(self.head_dim, self.bits)
+        levels = sphere_levels(self.bits, self.head_dim)
+        lut = level_table({self.bits: on_grid(levels) if self.on_grid else levels}, bits)
+        transform = orthogonal(self.rotation, self.head_dim, self.seed)
+        return PageForm(self.head_dim, self.page_size, bits, lut, transform, self.lanes)
+
+    @property
+    def _code(self) -> RotatedCode:
+        transform = self.form.transform
+        assert isinstance(transform, Transform)
+        return RotatedCode(transform, self.form.lut[0], self.rule, self.centred)
+
+    def encode(self, x: Tensor) -> TokenCodes:
+        code, scale, centre = rotated.encode(x, self._code)
+        return TokenCodes(code=code, scale=scale.unsqueeze(-1), centre=centre)
+
+    def fold_from(self, x: Tensor, slot: int = 0) -> Pages:
+        how = self._code
+        signs, mix = (how.transform.signs, how.transform.mix) if isinstance(how.transform, Hadamard) else (None, None)
+        code, scale, centre = ops.fold_rotated(
+            x, how.transform.matrix, signs, mix, how.levels, how.rule, how.centred, self.lanes, self.page_size, slot
+        )
+        tokens = code.shape[-2] * self.page_size
+        return Pages(code, scale.unsqueeze(-1), centre=centre if self.centred else None, tokens=tokens)

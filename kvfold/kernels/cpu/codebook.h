@@ -1,0 +1,78 @@
+// The nearest of up to 256 levels, for 16 numbers at once.
+#pragma once
+
+#include "vectors.h"
+
+namespace kvfold::KVFOLD_ISA {
+namespace {
+
+class Codebook {
+ public:
+  // 2^bits levels, ascending.
+  Codebook(const float* levels, unsigned bits)
+      : count_(std::size_t{1} << bits), levels_(std::max(count_, kLanes)), edges_(std::max(count_, kLanes), kNone) {
+    for (std::size_t i = 0; i < count_; ++i) levels_[i] = levels[i];
+    for (std::size_t i = 0; i + 1 < count_; ++i) edges_[i] = 0.5f * (levels[i] + levels[i + 1]);
+  }
+
+  // The level nearest to each lane, the lower of equals, and its index.
+  Vec nearest(Vec u, Ints& index) const {
+#ifdef __AVX512F__
+    if (count_ <= 16) return search<16>(__m512(u), index);
+    if (count_ == 32) return search<32>(__m512(u), index);
+    if (count_ == 64) return search<64>(__m512(u), index);
+    return search<256>(__m512(u), index);
+#else
+    if (count_ <= 64) {
+      index = Ints{};
+      Vec level = all(levels_[0]);
+      for (std::size_t i = 0; i + 1 < count_; ++i) {
+        const Ints above = u > all(edges_[i]);
+        index -= above;
+        level = above ? all(levels_[i + 1]) : level;
+      }
+      return level;
+    }
+    Vec level{};
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      std::int32_t at = 0;
+      for (auto step = static_cast<std::int32_t>(count_ / 2); step; step /= 2)
+        if (u[lane] > edges_[static_cast<std::size_t>(at + step - 1)]) at += step;
+      index[lane] = at, level[lane] = levels_[static_cast<std::size_t>(at)];
+    }
+    return level;
+#endif
+  }
+
+ private:
+#ifdef __AVX512F__
+  // Halves what is left, step by step; tables of up to 64 numbers are looked up in registers.
+  template <std::size_t Size>
+  KVFOLD_INLINE Vec search(__m512 u, Ints& index) const {
+    __m512i at = _mm512_setzero_si512();
+    for (int step = static_cast<int>(count_ / 2); step; step /= 2) {
+      const __m512 edge = look_up<Size>(edges_.data(), _mm512_add_epi32(at, _mm512_set1_epi32(step - 1)));
+      at = _mm512_mask_add_epi32(at, _mm512_cmp_ps_mask(u, edge, _CMP_GT_OQ), at, _mm512_set1_epi32(step));
+    }
+    index = Ints(at);
+    return Vec(look_up<Size>(levels_.data(), at));
+  }
+
+  template <std::size_t Size>
+  static KVFOLD_INLINE __m512 look_up(const float* table, __m512i at) {
+    if constexpr (Size == 16) return _mm512_permutexvar_ps(at, _mm512_load_ps(table));
+    if constexpr (Size == 256) return _mm512_i32gather_ps(at, table, 4);
+    const __m512 low = _mm512_permutex2var_ps(_mm512_load_ps(table), at, _mm512_load_ps(table + 16));
+    if constexpr (Size == 32) return low;
+    const __m512 high = _mm512_permutex2var_ps(_mm512_load_ps(table + 32), at, _mm512_load_ps(table + 48));
+    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), low, high);
+  }
+#endif
+
+  static constexpr float kNone = std::numeric_limits<float>::infinity();
+  std::size_t count_;
+  Buffer levels_, edges_;
+};
+
+}  // namespace
+}  // namespace kvfold::KVFOLD_ISA
