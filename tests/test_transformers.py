@@ -496,3 +496,13 @@ def test_attach_is_idempotent_and_undone(llama: PreTrainedModel) -> None:
     kvfold.detach(llama)
     assert len(llama._forward_pre_hooks) == hooks - 1
     assert llama.config._attn_implementation == "sdpa"
+
+
+def test_a_compiled_model_reads_what_an_eager_one_reads(llama: PreTrainedModel, random_ids: Ids) -> None:
+    """Graphs end where the cache grows and is read, and go on after it."""
+    model, ids = llama.float(), random_ids(2, 150)
+    chunks = [100, 1, 1, 30, *[1] * 18]
+    expected = _logits(model, ids, FoldedCache(model.config, "kvfold-3"), chunks)
+    compiled = torch.compile(model, backend="eager")
+    got = _logits(compiled, ids, FoldedCache(model.config, "kvfold-3"), chunks)
+    torch.testing.assert_close(got, expected)

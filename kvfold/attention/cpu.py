@@ -102,6 +102,11 @@ def attend_rows(
     return out
 
 
+def reads_as(form: PageForm, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
+    """How the kernel multiplies pages of a form: "integers" or "floats"."""
+    return "integers" if module.in_integers(instruction_set, _side(PageStore(form))) else "floats"
+
+
 def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
     """Raise unless the shapes are those that the kernel will go by."""
     batch, heads, n, _ = query.shape

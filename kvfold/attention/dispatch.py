@@ -10,6 +10,7 @@ from torch import Tensor
 from kvfold.attention import cpu, reference
 from kvfold.cache.layer import Appended
 from kvfold.cache.rows import FoldedRows
+from kvfold.formats import FormatPair
 
 logger = logging.getLogger("kvfold")
 
@@ -17,6 +18,7 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {"cpu": cpu.attend_rows, "reference
 """Ways to compute, by name; all take what `kvfold.attention.reference.attend_rows` takes."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot hold a cache that grows: a compiled model leaves its graph here, and comes back
 def attend(
     query: Tensor,
     new: Appended,
@@ -88,6 +90,15 @@ def attend(
             out = query.new_zeros(*query.shape[:3], new.layer.value_dim)
         out[group.batch_rows, :, skip:] = result.to(out.dtype)
     return query.new_zeros(*query.shape[:3], new.layer.value_dim) if out is None else out
+
+
+def path_of(formats: FormatPair, device: str) -> str:
+    """In words: what reads a layer of these formats on a device ("cpu", "cuda", …)."""
+    if device != "cpu":
+        return "reference in torch: there is no kernel for it yet"
+    keys, values = cpu.reads_as(formats.keys.form), cpu.reads_as(formats.values.form)
+    sides = f"in {keys}" if keys == values else f"keys in {keys}, values in {values}"
+    return f"C++, {cpu.INSTRUCTION_SETS[0]}, {sides}"
 
 
 def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from kvfold.cli.bench import bench
 from kvfold.cli.calibrate import calibrate
 from kvfold.cli.compare import compare
 from kvfold.cli.demo import demo
@@ -30,6 +31,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(calibrate)
 app.command("eval")(evaluate)
+app.command()(bench)
 app.command()(sweep)
 app.command()(tasks)
 app.command()(compare)

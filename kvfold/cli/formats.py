@@ -3,15 +3,20 @@
 import json
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.attention.dispatch import path_of
 from kvfold.formats import FORMATS, PRESETS, get_formats
 
 
 def formats(
     head_dim: Annotated[int, typer.Option(help="Coordinates of a key or value of one head.")] = 128,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="Say for each device of this machine what reads each format.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows instead of a table.")] = False,
 ) -> None:
     """List the formats: bits, bytes of a vector, what stays dense, what it is and from where.
@@ -21,6 +26,8 @@ def formats(
     kvfold-5, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
     kvfold's keys are fitted to the first 256 tokens of a prompt, which stay dense until then, or by `kvfold calibrate`.
     """
+    if devices:
+        return _print_paths(head_dim, as_json)
     presets = {name: preset for preset, name in PRESETS.items()}
     rows = []
     for name in FORMATS:
@@ -65,6 +72,28 @@ def formats(
             name, sizes[0] if sizes[0] == sizes[1] else " + ".join(sizes), f"{row['bits_per_value']:.3g}", dense,
             f"{row['what']} [dim]({row['source']})[/]",
         )  # fmt: skip
+    Console().print(table)
+
+
+def _print_paths(head_dim: int, as_json: bool) -> None:
+    """What reads each format on each device of this machine."""
+    present = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
+    rows = [
+        {
+            "format": name,
+            "head_dim": head_dim,
+            **{d: path_of(get_formats(name, head_dim, head_dim), d) for d in present},
+        }
+        for name in FORMATS
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"What reads a cache at head_dim {head_dim}")
+    for column in ("format", *present):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in ("format", *present)))
     Console().print(table)
 
 

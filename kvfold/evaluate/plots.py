@@ -9,6 +9,8 @@ from kvfold.evaluate.records import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvfold.evaluate.speed import SpeedRow
+
 GRAY = "#808080"
 """Reads on white and on black."""
 CROWD = 8
@@ -34,6 +36,30 @@ def save(figure: "Figure", path: Path) -> None:
     """Write a figure; the suffix (.png, .svg, .pdf) says how."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def speed(rows: Sequence["SpeedRow"]) -> "Figure":
+    """Decoding rate and held memory over contexts, a line a cache.
+
+    Parameters
+    ----------
+    rows
+        What `kvfold.evaluate.speed.measure_speed` returned.
+    """
+    figure = new_figure(9.0, 3.6)
+    rate, memory = figure.subplots(1, 2)
+    for name in dict.fromkeys(row.format for row in rows):
+        own = [row for row in rows if row.format == name]
+        contexts = [row.context for row in own]
+        rate.plot(contexts, [row.decode_tok_s for row in own], marker="o", label=name)
+        memory.plot(contexts, [row.held_bytes / 1e6 for row in own], marker="o", label=name)
+    for axis, title in ((rate, "decoding, tokens a second"), (memory, "held by the cache, MB")):
+        axis.set_title(title, loc="left", fontsize="medium")
+        axis.set_xlabel("context, tokens")
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    rate.legend(frameon=False)
+    return figure
 
 
 def needle_grid(rows: Sequence[Row]) -> "Figure":

@@ -57,6 +57,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: `is_initialized` would promise dense `keys` and `values` to whoever looks at them."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append tokens; return handles for folded attention, or else dense keys and values.
 

@@ -78,21 +78,26 @@ struct Attention {
 };
 
 // The same body compiled for each instruction set; attend_impl.h.
-// False, and no output, if a query is not finite.
+// attend: false, and no output, if a query is not finite. in_integers: whether it multiplies the codes of a side as integers.
 namespace serial {
 bool attend(const Attention& job);
+bool in_integers(const Side& side);
 }
 namespace avx2 {
 bool attend(const Attention& job);
+bool in_integers(const Side& side);
 }
 namespace avx512 {
 bool attend(const Attention& job);
+bool in_integers(const Side& side);
 }
 namespace avx512vnni {
 bool attend(const Attention& job);
+bool in_integers(const Side& side);
 }
 namespace avx512vbmi {
 bool attend(const Attention& job);
+bool in_integers(const Side& side);
 }
 
 }  // namespace kvfold

@@ -209,6 +209,15 @@ class Worker {
 
 }  // namespace
 
+bool in_integers([[maybe_unused]] const Side& side) {
+#ifdef __AVX512VNNI__
+  const Page page(side);
+  return side.shape.lanes_are_tokens ? IntegerKeys(page).fits() : IntegerValues(page).fits();
+#else
+  return false;
+#endif
+}
+
 bool attend(const Attention& job) {
   const std::size_t rows = job.repeat * job.queries, row_blocks = (rows + kRowBlock - 1) / kRowBlock;
   const std::size_t heads = job.batch * job.kv_heads, units = heads * row_blocks;

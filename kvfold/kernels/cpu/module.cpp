@@ -119,18 +119,28 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-using Run = bool (*)(const kvfold::Attention&);
+// What is compiled for each instruction set.
+struct Kernels {
+  bool (*attend)(const kvfold::Attention&);
+  bool (*in_integers)(const kvfold::Side&);
+  void (*closest_affine)(const kvfold::Affine&);
+  void (*fold)(const kvfold::Fold&);
+};
 
-Run find(const std::string& isa) {
+Kernels find(const std::string& isa) {
   for (const std::string& name : instruction_sets())
     if (name == isa) {
 #if defined(__x86_64__)
-      if (isa == "avx512vbmi") return kvfold::avx512vbmi::attend;
-      if (isa == "avx512vnni") return kvfold::avx512vnni::attend;
-      if (isa == "avx512") return kvfold::avx512::attend;
-      if (isa == "avx2") return kvfold::avx2::attend;
+      namespace wide = kvfold::avx512;
+      if (isa == "avx512vbmi")
+        return {kvfold::avx512vbmi::attend, kvfold::avx512vbmi::in_integers, wide::closest_affine, wide::fold};
+      if (isa == "avx512vnni")
+        return {kvfold::avx512vnni::attend, kvfold::avx512vnni::in_integers, wide::closest_affine, wide::fold};
+      if (isa == "avx512") return {wide::attend, wide::in_integers, wide::closest_affine, wide::fold};
+      if (isa == "avx2")
+        return {kvfold::avx2::attend, kvfold::avx2::in_integers, kvfold::avx2::closest_affine, kvfold::avx2::fold};
 #endif
-      return kvfold::serial::attend;
+      return {kvfold::serial::attend, kvfold::serial::in_integers, kvfold::serial::closest_affine, kvfold::serial::fold};
     }
   throw std::invalid_argument("this machine does not run " + isa);
 }
@@ -156,13 +166,7 @@ void closest_affine(const std::string& isa, ConstFloats y, ConstFloats centre, C
   job.y = y.data(), job.centre = centre.data(), job.scale = scale.data();
   job.lut = lut.data(), job.lut_stride = lut.shape(1), job.code = code.data(), job.chosen = chosen.data();
   job.threads = threads;
-  using Closest = void (*)(const kvfold::Affine&);
-  Closest run = kvfold::serial::closest_affine;
-  find(isa);  // throws if this machine does not run it
-#if defined(__x86_64__)
-  if (isa.starts_with("avx512")) run = kvfold::avx512::closest_affine;
-  if (isa == "avx2") run = kvfold::avx2::closest_affine;
-#endif
+  const auto run = find(isa).closest_affine;
   nb::gil_scoped_release release;
   run(job);
 }
@@ -214,23 +218,17 @@ void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_bat
     require(first == 0 && tokens == job.pages * job.shape.page_size, "pages with a centre must be whole");
     job.centre = centre->data();
   }
-  using Run = void (*)(const kvfold::Fold&);
-  Run run = kvfold::serial::fold;
-  find(isa);  // throws if this machine does not run it
-#if defined(__x86_64__)
-  if (isa.starts_with("avx512")) run = kvfold::avx512::fold;
-  if (isa == "avx2") run = kvfold::avx2::fold;
-#endif
+  const auto run = find(isa).fold;
   nb::gil_scoped_release release;
   run(job);
 }
 
 struct Task : kvfold::Attention {
-  Run run;
+  Kernels kernels;
   std::vector<kvfold::Span> own_spans;
   Task(const std::string& isa, std::size_t batch_rows, std::size_t heads, std::size_t repeats, std::size_t n,
        std::size_t key_channels, std::size_t value_channels, int thread_count)
-      : run(find(isa)) {
+      : kernels(find(isa)) {
     batch = batch_rows, kv_heads = heads, repeat = repeats, queries = n;
     key_dim = key_channels, value_dim = value_channels, threads = thread_count;
   }
@@ -260,7 +258,7 @@ struct Task : kvfold::Attention {
     softcap = cap, sink_logits = pointer<float>(sink_logits_at), out = reinterpret_cast<float*>(out_at);
     spans = own_spans.data(), span_count = own_spans.size();
     nb::gil_scoped_release release;
-    return run(*this);
+    return kernels.attend(*this);
   }
 };
 
@@ -268,6 +266,7 @@ struct Task : kvfold::Attention {
 
 NB_MODULE(_cpu, m) {
   m.def("instruction_sets", &instruction_sets);
+  m.def("in_integers", [](const std::string& isa, const OwnedSide& side) { return find(isa).in_integers(side.view()); });
   nb::class_<OwnedSide>(m, "Side")
       .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t, nb::bytes, bool, std::uintptr_t,
                     std::size_t>())

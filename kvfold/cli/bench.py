@@ -1,0 +1,79 @@
+"""`kvfold bench`: speed and memory of a model with dense and folded caches."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse_dtype, read_text, token_progress
+from kvfold.evaluate import plots
+from kvfold.evaluate.speed import SpeedRow, measure_speed
+from kvfold.formats import check_names
+from kvfold.integrations.models import load_model
+from kvfold.integrations.transformers import attach
+
+
+def bench(
+    model: Model = "smollm2",
+    formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = "kvfold-4,kvfold-2",
+    contexts: Annotated[str, typer.Option(help="Lengths of prompts in tokens, separated by commas.")] = "512,2048,7900",
+    new: Annotated[int, typer.Option(min=2, help="Tokens to decode after each prompt.")] = 32,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw speed and memory over contexts into this .png, .svg or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a model with a dense cache and with folded ones, over a list of contexts.
+
+    prefill is the time to read the prompt; tok/s and ms those of the median step of decoding, dense and folded in
+    turns, so that both see the same machine; ratio the dense step over the folded one; overall the new tokens over all
+    time, in tok/s. held is every byte that the cache owns, peak how much the process grew while it read the prompt.
+    """
+    names, lengths = listed_names(formats), listed_integers("contexts", contexts)
+    for name in names:
+        check_names(name)
+    if not lengths:
+        raise ValueError(f"contexts = {contexts!r}: give at least one length")
+    plots.check(plot)
+    weights = parse_dtype(dtype)
+    words = read_text(text)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    network, tokenizer = load_model(model, weights)
+    attach(network)
+    ids = tokenizer(words, return_tensors="pt").input_ids
+    with token_progress() as progress:
+        task = progress.add_task("timing", total=sum((1 + len(names)) * (length + new) for length in lengths))
+        rows = measure_speed(network, ids, names, lengths, new, progress=lambda n: progress.advance(task, n))
+    if plot is not None:
+        plots.save(plots.speed(rows), plot)
+    if as_json:
+        print(json.dumps([row.to_json(model=model, dtype=str(network.dtype)) for row in rows], indent=2))
+        return
+    _print(rows, model, network.dtype)
+
+
+def _print(rows: list[SpeedRow], model: str, dtype: torch.dtype) -> None:
+    console = Console()
+    name = str(dtype).removeprefix("torch.")
+    console.print(f"{model}, {name}, {torch.get_num_threads()} threads; held and peak in MB", highlight=False)
+    for context in dict.fromkeys(row.context for row in rows):
+        table = Table(title=f"after {context:,} tokens")
+        for column in ("cache", "prefill s", "tok/s", "ms", "ratio", "overall", "held", "peak"):
+            table.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
+        for row in (row for row in rows if row.context == context):
+            table.add_row(
+                row.format, f"{row.prefill_ms / 1e3:.2f}", f"{row.decode_tok_s:.1f}", f"{row.ms_per_token:.1f}",
+                f"{row.decode_ratio:.2f}×", f"{row.throughput_tok_s:.2f}", f"{row.held_bytes / 1e6:.1f}",
+                "–" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}",
+            )  # fmt: skip
+        console.print(table)

@@ -1,0 +1,176 @@
+"""How fast a model reads and writes with a dense cache and with folded ones, and what the caches take."""
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvfold.cache.report import held_bytes
+from kvfold.evaluate.quality import versions
+from kvfold.integrations.transformers import FoldedCache
+
+DENSE = "dense"
+CHUNK = 1024
+"""Tokens of a prompt that are read at a time."""
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One cache after one context.
+
+    Attributes
+    ----------
+    format
+        "dense" or a format.
+    context, new_tokens
+        Tokens of the prompt, and tokens decoded after it.
+    prefill_ms
+        Time to read the prompt.
+    decode_tok_s, ms_per_token, ms_per_token_quartiles
+        Decoding one token at a time: the median step, as a rate and in ms, and the quartiles.
+    throughput_tok_s
+        New tokens over all time, the prompt's included.
+    decode_ratio
+        The dense cache's median step over this one's; steps alternate, so that both see the same machine.
+    held_bytes
+        Every byte that the cache owns at the end.
+    peak_bytes
+        How much the process grew at most while it read the prompt; None where the system does not tell (Linux does).
+    """
+
+    format: str
+    context: int
+    new_tokens: int
+    prefill_ms: float
+    decode_tok_s: float
+    ms_per_token: float
+    ms_per_token_quartiles: tuple[float, float]
+    throughput_tok_s: float
+    decode_ratio: float
+    held_bytes: int
+    peak_bytes: int | None
+
+    def to_json(self, **about: Any) -> dict[str, Any]:
+        """As a JSON object, with versions and what else is given."""
+        return {**about, **asdict(self), "threads": torch.get_num_threads(), "versions": versions()}
+
+
+@torch.no_grad()
+def measure_speed(
+    model: PreTrainedModel,
+    ids: Tensor,
+    formats: Sequence[str],
+    contexts: Sequence[int],
+    new_tokens: int = 32,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[SpeedRow]:
+    """Time dense and folded caches side by side.
+
+    Parameters
+    ----------
+    model
+        Attached (`kvfold.attach`).
+    ids
+        A text, (1, tokens), longer than every context.
+    contexts
+        Lengths of prompts.
+    new_tokens
+        Tokens to decode after each, at least 2.
+    progress
+        Told of tokens read or decoded.
+
+    Returns
+    -------
+    list of SpeedRow
+        For each context the dense cache, then each format.
+
+    Raises
+    ------
+    ValueError
+        If a context is not positive or the text too short for it, or `new_tokens` below 2.
+    """
+    if new_tokens < 2:
+        raise ValueError(f"new_tokens = {new_tokens}: quartiles need at least 2")
+    for context in contexts:
+        if not 1 <= context <= ids.shape[1] - new_tokens:
+            raise ValueError(
+                f"context = {context}: the text has {ids.shape[1]} tokens, so give 1 to {ids.shape[1] - new_tokens}"
+            )
+    for _ in range(2):  # what only first calls do
+        model(ids[:, :64], past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    rows = []
+    for context in contexts:
+        caches: dict[str, Cache] = {}
+        prefill, peak = {}, {}
+        for name in (DENSE, *formats):
+            before = _reset_peak()
+            start = time.perf_counter()
+            cache = DynamicCache(config=model.config) if name == DENSE else FoldedCache(model.config, name)
+            for first in range(0, context, CHUNK):
+                part = ids[:, first : min(first + CHUNK, context)]
+                model(part, past_key_values=cache, logits_to_keep=1)
+                progress(part.shape[1])
+            prefill[name] = 1e3 * (time.perf_counter() - start)
+            peak[name] = None if before is None else max((_resident("VmHWM") or 0) - before, 0)
+            caches[name] = cache
+        steps: dict[str, list[float]] = {name: [] for name in caches}
+        for t in range(context, context + new_tokens):
+            for name, cache in caches.items():
+                start = time.perf_counter()
+                model(ids[:, t : t + 1], past_key_values=cache)
+                steps[name].append(1e3 * (time.perf_counter() - start))
+                progress(1)
+        for name, cache in caches.items():
+            quartiles = statistics.quantiles(steps[name], n=4)
+            rows.append(
+                SpeedRow(
+                    format=name,
+                    context=context,
+                    new_tokens=new_tokens,
+                    prefill_ms=prefill[name],
+                    decode_tok_s=1e3 / quartiles[1],
+                    ms_per_token=quartiles[1],
+                    ms_per_token_quartiles=(quartiles[0], quartiles[2]),
+                    throughput_tok_s=1e3 * new_tokens / (prefill[name] + sum(steps[name])),
+                    decode_ratio=statistics.median(
+                        d / f for d, f in zip(steps[DENSE], steps[name], strict=True)
+                    ),
+                    held_bytes=held_bytes(cache.layers),
+                    peak_bytes=peak[name],
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _resident(field: str) -> int | None:
+    """A field of this process's status in bytes, where there is such a thing."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)
+
+
+def _reset_peak() -> int | None:
+    """Let the highest resident set start again; the present one, or None if the system cannot.
+
+    Memory that is free is given back first, or one cache would live in what another's run has left.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _resident("VmRSS")
