@@ -31,9 +31,7 @@ class Worker {
         rotated_width_(padded(job.values.shape.head_dim)),
         plain_width_(padded(job.value_dim)),
         size_(job.keys.shape.page_size),
-        scores_(kRowBlock * std::max(size_, kDenseBlock)),
-        dense_key_(job.key_dim * kDenseBlock),
-        dense_value_(kDenseBlock * plain_width_)
+        scores_(std::min(kRowBlock, job.repeat * job.queries) * std::max(size_, kDenseBlock))
 #ifdef __AVX512VNNI__
         ,
         integer_keys_(key_page_),
@@ -49,6 +47,7 @@ class Worker {
   void run(State& state, const float* query, const float* rotated_query, std::size_t batch, std::size_t head,
            std::size_t first, std::size_t count, std::size_t block_begin, std::size_t block_end) {
     batch_ = batch, head_ = head, first_ = first, count_ = count;
+    for (std::size_t r = 0; r < count; ++r) query_[r] = (first + r) % job_.queries;
 #ifdef __AVX512VNNI__
     if (integer_keys_.fits() && block_begin < job_.pages) integer_keys_.prepare(rotated_query, count);
 #endif
@@ -73,12 +72,10 @@ class Worker {
   static std::size_t blocks(const Span& span) { return (span.tokens + kDenseBlock - 1) / kDenseBlock; }
 
  private:
-  std::size_t query_of(std::size_t row) const { return (first_ + row) % job_.queries; }
-
   // Whether some row may look at positions from `start` on; `starts` and `stops` bound each query's view.
   bool visible(std::int64_t start, std::int64_t tokens, const std::int64_t* starts, const std::int64_t* stops) const {
     for (std::size_t r = 0; r < count_; ++r) {
-      const std::size_t q = query_of(r);
+      const std::size_t q = query_[r];
       if (stops[q] > start && (!starts || starts[q] < start + tokens)) return true;
     }
     return false;
@@ -86,6 +83,7 @@ class Worker {
 
   // Keys as [channel][token], values as [token][channel].
   void unpack(const Span& span, std::size_t from_token, std::size_t tokens) {
+    if (!dense_key_.size()) dense_key_ = Buffer(job_.key_dim * kDenseBlock), dense_value_ = Buffer(kDenseBlock * plain_width_);
     const std::size_t key_at = batch_ * span.key_batch + head_ * span.key_head + from_token * span.key_token;
     const std::size_t value_at = batch_ * span.value_batch + head_ * span.value_head + from_token * span.value_token;
     for (std::size_t first = 0; first < tokens; first += kLanes) {
@@ -146,7 +144,7 @@ class Worker {
   // Scores of one row to unnormalised probabilities, in place; older sums are rescaled to match.
   void weigh(State& state, std::size_t r, float* scores, std::int64_t start, std::size_t tokens, std::size_t stride,
              const std::int64_t* starts, const std::int64_t* stops) const {
-    const std::size_t q = query_of(r);
+    const std::size_t q = query_[r];
     if (job_.softcap != 0.0f)
       for (std::size_t t = 0; t < tokens; ++t) scores[t] = job_.softcap * std::tanh(scores[t] / job_.softcap);
     const auto clamp = [&](std::int64_t position) {
@@ -177,6 +175,7 @@ class Worker {
     const bool grown = maximum > state.maximum[r];
     const float decay = !grown ? 1.0f : state.maximum[r] == kNever ? 0.0f : std::exp(state.maximum[r] - maximum);
     if (grown) total *= decay;
+#pragma GCC unroll 4
     for (std::size_t t = 0; t < stride; t += kLanes) {
       const Vec p = exp_vec(load(scores + t) - maximum);
       store(scores + t, p);
@@ -205,6 +204,7 @@ class Worker {
   IntegerValues integer_values_;
 #endif
   std::size_t batch_ = 0, head_ = 0, first_ = 0, count_ = 0;
+  std::size_t query_[kRowBlock] = {};  // of each row
 };
 
 }  // namespace

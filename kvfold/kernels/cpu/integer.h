@@ -157,6 +157,7 @@ KVFOLD_INLINE void for_each_field(Visit visit) {
   visit(std::integral_constant<int, 2>{}), visit(std::integral_constant<int, 3>{});
 }
 
+constexpr int kLargerSize = 0b1011;  // of _mm512_range_ps: the larger of two magnitudes
 constexpr std::size_t kBlock = 4;  // rows that are multiplied together
 
 // The sums, or the largest, of four vectors.
@@ -298,7 +299,7 @@ class IntegerKeys {
     for (std::size_t g = first; g < last; ++g) {
       const Vec s = load(scale + g * kTile);
       for (std::size_t i = 0; i < Rows; ++i)
-        most[i] = Vec(_mm512_max_ps(__m512(most[i]), _mm512_abs_ps(__m512(load(steps + i * width_ + g * kTile) * s))));
+        most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
     }
     const __m128 one = _mm_mul_ps(largest_four(most), _mm_set1_ps(1.0f / (TwoBytes ? 32512.0f : 127.0f)));
     _mm_store_ps(worth(r, index), one);

@@ -102,7 +102,6 @@ class Page {
       : side_(side),
         width_(padded(side.shape.head_dim)),
         size_(side.shape.page_size),
-        scratch_(width_ * size_),
         scale_(size_ * side.groups, 1.0f),
         offset_(size_ * side.groups),
         centre_(width_),
@@ -120,6 +119,7 @@ class Page {
 
   // Fills `data` from the codes of the page found last.
   void unfold(const std::uint8_t* code) {
+    if (!scratch_.size()) scratch_ = Buffer(width_ * size_);
     if (side_.shape.bits == nullptr)
       numbers(code);
     else if (side_.shape.lanes_are_tokens)

@@ -41,15 +41,17 @@ typedef std::int32_t Ints __attribute__((vector_size(64)));
 class Buffer {
  public:
   explicit Buffer(std::size_t size = 0, float value = 0.0f)
-      : data_(static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 64) / 64 * 64))) {
-    if (!data_) throw std::bad_alloc();
+      : data_(size ? static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64)) : nullptr),
+        size_(size) {
+    if (size && !data_) throw std::bad_alloc();
     for (std::size_t i = 0; i < size; ++i) data_[i] = value;
   }
-  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
+  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   Buffer& operator=(Buffer&& other) noexcept {
-    std::swap(data_, other.data_);
+    std::swap(data_, other.data_), std::swap(size_, other.size_);
     return *this;
   }
+  std::size_t size() const { return size_; }
   ~Buffer() { std::free(data_); }
   float& operator[](std::size_t i) { return data_[i]; }
   const float& operator[](std::size_t i) const { return data_[i]; }
@@ -58,6 +60,7 @@ class Buffer {
 
  private:
   float* data_;
+  std::size_t size_;
 };
 
 inline Vec load(const float* from) {
