@@ -34,10 +34,11 @@ bench: $(VENV)/ready
 SANITIZED := build/sanitized
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/ready
+	rm -rf $(SANITIZED)
 	CXXFLAGS="$(SANITIZERS) -g" LDFLAGS="$(SANITIZERS)" $(PIP) install -q --no-build-isolation --no-deps \
-	  --target $(SANITIZED) --upgrade --config-settings=install.strip=false .
+	  --target $(SANITIZED)/package --config-settings=build-dir=$(SANITIZED)/objects --config-settings=install.strip=false .
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 $(BIN)/python tests/sanitized.py $(SANITIZED) \
+	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 $(BIN)/python tests/sanitized.py $(SANITIZED)/package \
 	  tests/test_attention_cpu.py tests/test_packing.py tests/test_rotated.py tests/test_affine.py
 
 setup: $(VENV)/ready

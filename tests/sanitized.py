@@ -10,6 +10,8 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in t
 sys.path.insert(0, str(Path(folder).resolve()))
 
 import kvfold  # noqa: E402
+from kvfold.kernels.cpu import module  # noqa: E402
 
+assert b"__asan_init" in Path(module.__file__).read_bytes(), f"{module.__file__} was built without the sanitizers"
 assert Path(kvfold.__file__).is_relative_to(Path(folder).resolve()), kvfold.__file__
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvfold.attention import attend, cpu, dispatch, reference
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.cache.store import PageStore
-from kvfold.formats import KeyStatistics
+from kvfold.formats import KeyStatistics, get_formats
 from kvfold.formats.page import PageForm, TokenCodes
 
 FORMATS = (
@@ -240,16 +240,67 @@ def test_calls_that_would_read_astray_are_refused() -> None:
     new = _fill("centred-4", 100, 4)
     rows, dense = new.layer.groups[0].rows, new.dense[0]
     q = torch.randn(2, 6, 4, 64)
-    for bad in (q[:, :5], q[:, :1], q[:, :, :0], q.repeat(1, 1, 30, 1)):
+    for bad in (q[:, :5], q[:, :1], q[:, :, :0], q.repeat(1, 1, 30, 1), q[:1], q[..., :32], q.repeat(1, 1, 1, 2)):
         with pytest.raises(ValueError, match="query has shape"):
             cpu.attend_rows(bad, rows, dense, scaling=1.0)
-    for shape in ((3, 1, 4, 100), (2, 2, 4, 100), (2, 6, 3, 100)):
+    with pytest.raises(ValueError, match=r"sink_logits has shape \(2,\): give one for each of the 6 heads"):
+        cpu.attend_rows(q, rows, dense, scaling=1.0, sink_logits=torch.zeros(2))
+    for shape in ((3, 1, 4, 100), (2, 2, 4, 100), (2, 6, 3, 100), (4, 100)):
         with pytest.raises(ValueError, match="mask has shape"):
             cpu.attend_rows(q, rows, dense, scaling=1.0, mask=torch.ones(shape, dtype=torch.bool))
     with pytest.raises(ValueError, match="NaN or an infinity"):
         cpu.attend_rows(q / 0, rows, dense, scaling=1.0)
     with pytest.raises(ValueError, match=r"backend = 'cpu', but the CPU kernel takes no queries of torch.float64"):
         attend(q.double(), new, scaling=1.0, backend="cpu")
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_queries_that_are_not_finite_are_refused(dtype: torch.dtype, isa: str) -> None:
+    new = _fill("centred-4", 100, 1)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        q = torch.zeros(2, 6, 1, 64, dtype=dtype)
+        q[1, 3, 0, 5] = bad
+        with pytest.raises(ValueError, match="NaN or an infinity"):
+            cpu.attend_rows(q, new.layer.groups[0].rows, new.dense[0], scaling=1.0, instruction_set=isa)
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+def test_a_query_in_one_channel_of_many(isa: str) -> None:
+    """Rotated it is all of one sign and size, the most that sums of integers must hold."""
+    for format in ("hadamard-5", "centred-6", "hadamard-4"):
+        new = _fill(format, 200, 1, dims=(1024, 64))
+        q = torch.zeros(2, 6, 1, 1024)
+        q[..., 0] = 20
+        _close(*_both(new, q, isa), isa)
+
+
+def test_memory_that_moves_is_found_again() -> None:
+    """As `share_memory_` and multiprocessing move it."""
+    new = _fill("kvfold-4:turboquant-4", 300, 1)
+    q = torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(0))
+    before = _both(new, q)[0]
+    rows = new.layer.groups[0].rows
+    for form in (rows.keys.form, rows.values.form):
+        for tensor in (form.lut, *form.transform.tensors()):
+            tensor.untyped_storage().share_memory_()
+    for store in (rows.keys, rows.values):
+        for _, tensor in store.storage.tensors():
+            tensor.untyped_storage().share_memory_()
+    assert torch.equal(_both(new, q)[0], before)
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4+qjl", "turboquant-8", "float16:hadamard-3"])
+def test_what_it_says_of_a_format(format: str) -> None:
+    formats = get_formats(format, 64, 64)
+    best = cpu.INSTRUCTION_SETS[0]
+    integers = best in cpu.INTEGER_SETS
+    keys, values = {
+        "kvfold-4": (True, True), "turboquant-4+qjl": (False, False), "turboquant-8": (False, False),
+        "float16:hadamard-3": (False, True),
+    }[format]  # fmt: skip
+    assert cpu.reads_as(formats.keys) == ("integers" if integers and keys else "floats")
+    assert cpu.reads_as(formats.values) == ("integers" if integers and values else "floats")
 
 
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

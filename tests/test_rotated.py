@@ -98,7 +98,19 @@ def test_zero_vectors(rule: str) -> None:
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_fake_tensors_and_other_devices(centred: bool) -> None:
+def test_the_body_for_other_devices(centred: bool) -> None:
+    """What runs where there is no kernel folds the same pages."""
+    how = RotatedCode(orthogonal("hadamard", 64), _levels(4), "eden", centred)
+    x = torch.randn(2, 3, 2 * P, 64, generator=torch.Generator().manual_seed(0))
+    for slot in (0,) if centred else (0, 7):
+        arguments = (x, how.transform.matrix, None, None, how.levels, how.rule, centred, "tokens", P, slot)
+        for got, expected in zip(ops.fold_rotated._init_fn(*arguments), _fold(x, how, "tokens", slot), strict=True):
+            assert got.shape == expected.shape
+            assert (got != expected).sum() <= 0.01 * got.numel()
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_fake_tensors(centred: bool) -> None:
     how = RotatedCode(Transform(orthogonal("haar", 64).matrix), _levels(4), "eden", centred)
     x = torch.randn(2, 3, 2 * P, 64)
     torch.library.opcheck(
@@ -112,6 +124,11 @@ def test_bad_shapes_are_refused() -> None:
         _fold(torch.zeros(1, 1, P, 64), how, "tokens")
     with pytest.raises(ValueError, match="pages with a centre must be whole"):
         _fold(torch.zeros(1, 1, P + 1, 64), RotatedCode(orthogonal("haar", 64), _levels(2), "raw", True), "tokens")
+    for kind in ("haar", "hadamard"):
+        how = RotatedCode(orthogonal(kind, 64), _levels(2), "raw")
+        with pytest.raises(ValueError, match="x has vectors of 128 coordinates, the rotation takes 64"):
+            _fold(torch.zeros(1, 1, P, 128), how, "tokens")
+    assert _fold(torch.zeros(0, 2, P, 64), how, "tokens")[0].shape == (0, 2, 1, P * 16)
 
 
 def test_all_families_that_rotate_fold_by_it() -> None:

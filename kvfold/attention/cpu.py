@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.cache.store import PageStore
+from kvfold.formats import Format
 from kvfold.formats.page import PageForm, Pages
 from kvfold.kernels.cpu import module
 from kvfold.kernels.ops import DTYPES
@@ -57,7 +58,7 @@ def attend_rows(
     """
     batch, heads, n, key_dim = query.shape
     kv_heads, value_dim, length = rows.kv_heads, rows.value_dim, rows.length
-    _check(query, rows, mask)
+    _check(query, rows, mask, sink_logits)
     query = query if query.stride(-1) == 1 else query.contiguous()
     # For each query: where it stops to read folded, where all that it may read ends, and the lesser of both.
     dense_start = dense.start if dense is not None else length
@@ -72,10 +73,9 @@ def attend_rows(
     )
     by_row, by_head, by_token, _ = query.stride()
     task.set_query(query.data_ptr(), DTYPES[query.dtype], by_row, by_head, by_token, scaling)
-    task.set_pages(
-        rows.keys.count, _side(rows.keys), _side(rows.values), _rotation(rows.keys.form.transform),
-        _rotation(rows.values.form.transform), rows.window.sinks, folded_stop,
-    )  # fmt: skip
+    keys, values = _side(rows.keys), _side(rows.values)  # the kernel reads them until it returns
+    of_keys, of_values = _rotation(rows.keys.form.transform), _rotation(rows.values.form.transform)
+    task.set_pages(rows.keys.count, keys, values, of_keys, of_values, rows.window.sinks, folded_stop)
     held = []  # tensors whose addresses the kernel has
     for span, start in ((rows.sink_span(), 0), (dense, folded_until)):
         if span is None or span.start == span.stop:
@@ -98,71 +98,78 @@ def attend_rows(
         sink_logits = sink_logits.float().contiguous()
     out = torch.empty(batch, heads, n, value_dim)
     if not task.attend(softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), out.data_ptr()):
-        raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
+        raise ValueError(
+            "query holds a NaN or an infinity, or grows to one when scaled: attention over it means nothing"
+        )
     return out
 
 
-def reads_as(form: PageForm, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
-    """How the kernel multiplies pages of a form: "integers" or "floats"."""
-    return "integers" if module.in_integers(instruction_set, _side(PageStore(form))) else "floats"
+def reads_as(format: Format, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
+    """How the kernel multiplies pages of a format: "integers" or "floats"."""
+    store = PageStore(format.form)
+    store.append(format.fold(torch.zeros(1, 1, format.page_size, format.head_dim)))
+    return "integers" if module.in_integers(instruction_set, _side(store)) else "floats"
 
 
-def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
+def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Tensor | None) -> None:
     """Raise unless the shapes are those that the kernel will go by."""
-    batch, heads, n, _ = query.shape
-    if not batch or not n or heads % rows.kv_heads or heads < rows.kv_heads or n > rows.length:
+    batch, heads, n, key_dim = query.shape
+    fits_heads = heads and not heads % rows.kv_heads
+    if batch != rows.batch or not n or not fits_heads or n > rows.length or key_dim != rows.key_dim:
         raise ValueError(
-            f"query has shape {tuple(query.shape)}: give (batch, heads, n, key_dim) with heads a multiple of the "
-            f"cache's {rows.kv_heads} KV heads, and n from 1 to its {rows.length} tokens"
+            f"query has shape {tuple(query.shape)}: give ({rows.batch}, heads, n, {rows.key_dim}) with heads a "
+            f"multiple of the cache's {rows.kv_heads} KV heads, and n from 1 to its {rows.length} tokens"
         )
-    if mask is not None:
-        fits = (mask.shape[0] in (1, batch), mask.shape[1] in (1, heads), mask.shape[2] in (1, n))
-        if mask.ndim != 4 or not all(fits):
-            raise ValueError(f"mask has shape {tuple(mask.shape)}: give (batch or 1, heads or 1, n or 1, tokens)")
+    if mask is not None and (
+        mask.ndim != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1] not in (1, heads)
+        or mask.shape[2] not in (1, n)
+    ):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: give (batch or 1, heads or 1, n or 1, tokens)")
+    if sink_logits is not None and tuple(sink_logits.shape) != (heads,):
+        raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}: give one for each of the {heads} heads")
 
 
-_SIDES: WeakKeyDictionary[Pages, tuple[PageForm, module.Side]] = WeakKeyDictionary()
+_SIDES: WeakKeyDictionary[Pages, tuple[tuple[int, ...], module.Side]] = WeakKeyDictionary()
+_ROTATIONS: WeakKeyDictionary[Transform | ChannelOrder, tuple[tuple[int, ...], module.Rotation]] = WeakKeyDictionary()
 
 
 def _side(store: PageStore) -> module.Side:
-    """A store's pages as the kernel knows them: addresses and strides, which stay as long as the storage does."""
+    """A store's pages as the kernel knows them, made anew when memory has moved (`share_memory_` moves it)."""
     form, pages = store.form, store.storage
     if pages is None:
-        return module.Side(0, 0, 0, form.page_size, form.code_dim, bytes(form.bits), form.lanes == "tokens",
-                           form.lut.data_ptr(), form.lut.shape[-1])  # fmt: skip
+        return _bare_side(form, (0, 0, 0))
+    scale, offset, centre, channel_scale = pages.scale, pages.offset, pages.centre, pages.channel_scale
+    parts = (form.lut, pages.code, scale, offset, centre, channel_scale)
+    at = tuple(0 if part is None else part.data_ptr() for part in parts)
     known = _SIDES.get(pages)
-    if known is not None and known[0] is form:
+    if known is not None and known[0] == at:
         return known[1]
     code = pages.code
-    side = module.Side(
-        code.data_ptr(), code.stride(0) * code.itemsize, code.stride(1) * code.itemsize, form.page_size, form.code_dim,
-        bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(), form.lut.shape[-1],
-    )  # fmt: skip
-    scale, offset = pages.scale, pages.offset
+    side = _bare_side(form, (at[1], code.stride(0) * code.itemsize, code.stride(1) * code.itemsize))
     if scale is not None:
-        side.set_scale(
-            scale.data_ptr(), 0 if offset is None else offset.data_ptr(), scale.stride(0), scale.stride(1),
-            scale.shape[-1],
-        )  # fmt: skip
-    centre, channel_scale = pages.centre, pages.channel_scale
+        side.set_scale(at[2], at[3], scale.stride(0), scale.stride(1), scale.shape[-1])
     either = centre if centre is not None else channel_scale
     if either is not None:
-        side.set_centre(
-            0 if centre is None else centre.data_ptr(), 0 if channel_scale is None else channel_scale.data_ptr(),
-            either.stride(0), either.stride(1), either.shape[-1],
-        )  # fmt: skip
-    _SIDES[pages] = form, side
+        side.set_centre(at[4], at[5], either.stride(0), either.stride(1), either.shape[-1])
+    _SIDES[pages] = at, side
     return side
 
 
-_ROTATIONS: WeakKeyDictionary[Transform | ChannelOrder, module.Rotation] = WeakKeyDictionary()
+def _bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
+    return module.Side(
+        *code, form.page_size, form.code_dim, bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(),
+        form.lut.shape[-1],
+    )  # fmt: skip
 
 
 def _rotation(transform: Transform | ChannelOrder) -> module.Rotation:
-    """A transform as the kernel knows it."""
+    """A transform as the kernel knows it, made anew when memory has moved."""
+    at = tuple(tensor.data_ptr() for tensor in transform.tensors())
     known = _ROTATIONS.get(transform)
-    if known is not None:
-        return known
+    if known is not None and known[0] == at:
+        return known[1]
     if isinstance(transform, ChannelOrder):
         order = transform.order
         by_row, by_head = (0, 0, *order.stride()[:-1])[-2:]
@@ -174,5 +181,5 @@ def _rotation(transform: Transform | ChannelOrder) -> module.Rotation:
         code_dim, dim = transform.matrix.shape
         inverse = 0 if transform.general_inverse is None else transform.general_inverse.data_ptr()
         rotation = module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), inverse)
-    _ROTATIONS[transform] = rotation
+    _ROTATIONS[transform] = at, rotation
     return rotation

@@ -96,7 +96,7 @@ def path_of(formats: FormatPair, device: str) -> str:
     """In words: what reads a layer of these formats on a device ("cpu", "cuda", …)."""
     if device != "cpu":
         return "reference in torch: there is no kernel for it yet"
-    keys, values = cpu.reads_as(formats.keys.form), cpu.reads_as(formats.values.form)
+    keys, values = cpu.reads_as(formats.keys), cpu.reads_as(formats.values)
     sides = f"in {keys}" if keys == values else f"keys in {keys}, values in {values}"
     return f"C++, {cpu.INSTRUCTION_SETS[0]}, {sides}"
 

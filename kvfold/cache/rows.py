@@ -130,6 +130,19 @@ class FoldedRows:
         return self.formats.awaits_fit or self.query_energy is not None
 
     @property
+    def batch(self) -> int:
+        """Batch rows; 0 before the first token."""
+        held = self.sinks or self.tail
+        if held is not None:
+            return held[0].shape[0]
+        return 0 if self.keys.storage is None else self.keys.storage.code.shape[0]
+
+    @property
+    def key_dim(self) -> int:
+        """Coordinates of a key."""
+        return self.formats.keys.head_dim
+
+    @property
     def value_dim(self) -> int:
         """Coordinates of a value."""
         return self.formats.values.head_dim

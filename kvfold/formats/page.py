@@ -57,7 +57,7 @@ class Pages:
     code
         Packed codes: uint8, (…, N, bytes), laid out by `kvfold.quant.packing`.
     scale, offset
-        s and a: float16, (…, N, P, G); both may be absent, `offset` alone too (s = 1, a = 0).
+        s ≥ 0 and a: float16, (…, N, P, G); both may be absent, `offset` alone too (s = 1, a = 0).
     centre, channel_scale
         z and S: float16, (…, N, D); absent for z = 0 and S = 1.
     tokens

@@ -104,6 +104,7 @@ def fold_rotated(
     `kvfold.quant.rotated.encode` and `kvfold.quant.packing.pack`; tokens begin at `slot` of the first page, and slots
     without one have code 0 and scale 0. `signs` and `mix` are those of a Hadamard transform, beside its matrix.
     """
+    _check_dim(x, matrix)
     how = RotatedCode(Transform(matrix.to(x.device)), levels.to(x.device), rule, centred)
     after = -(slot + x.shape[-2]) % page_size
     if centred:
@@ -121,16 +122,17 @@ def _(
     x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
     lanes: str, page_size: int, slot: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_dim(x, matrix)
     code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
     tokens, dim = x.shape[-2:]
     x = x if x.dtype in DTYPES else x.float()
-    flat = x if x.ndim == 4 else x.reshape(1, -1, tokens, dim)
+    flat = x if x.ndim == 4 else x.reshape(1, x.shape[:-2].numel(), tokens, dim)
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     if signs is None:
         rotation = cpu.Rotation.matrix(dim, matrix.shape[0], matrix.data_ptr(), 0)
     else:
         rotation = cpu.Rotation.hadamard(dim, signs.data_ptr(), 0 if mix is None else mix.data_ptr())
-    shape = (*flat.shape[:2], -1, page_size)
+    shape = (*flat.shape[:2], code.shape[-2], page_size)
     cpu.fold(
         INSTRUCTION_SET, flat.data_ptr(), DTYPES[flat.dtype], flat.stride(0), flat.stride(1), flat.stride(2), tokens,
         slot, rotation, levels.contiguous(), list(SCALE_RULES).index(rule), _lanes(lanes) == "tokens", code.view(-1),
@@ -150,6 +152,11 @@ def _folded_like(
     code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
     scale = x.new_empty((*lead, page_size), dtype=torch.float16)
     return code, scale, x.new_empty((*lead, code_dim) if centred else 0, dtype=torch.float16)
+
+
+def _check_dim(x: Tensor, matrix: Tensor) -> None:
+    if x.shape[-1] != matrix.shape[1]:
+        raise ValueError(f"x has vectors of {x.shape[-1]} coordinates, the rotation takes {matrix.shape[1]}")
 
 
 def _flat_pages(codes: Tensor) -> Tensor:

@@ -65,8 +65,8 @@ class Hadamard(Transform):
         Q, shape (m, m), float32, for D = m·2^k with odd m; None for m = 1.
     """
 
-    signs: Tensor = field(default_factory=lambda: torch.ones(0))
-    mix: Tensor | None = None
+    signs: Tensor = field(kw_only=True)
+    mix: Tensor | None = field(default=None, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it holds."""

@@ -1,7 +1,8 @@
 // Attention over folded pages and the dense tokens around them; the formula is in kvfold/attention/reference.py.
 //
-// Pages are unfolded one at a time, in rotated coordinates, into scratch that stays in the cache of a core, and read
-// there by every query that shares them. Memory sees the codes, once.
+// Codes are multiplied as integers in registers where they fit (integer.h). Elsewhere pages are unfolded one at a time, in
+// rotated coordinates, into scratch that stays in the cache of a core (page.h). Either way every query that shares a page
+// reads it there, and memory sees the codes once.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ struct Side {
   PageShape shape{};  // head_dim is the width of a code; bits is null for pages of float16 numbers
   const float* lut = nullptr;
   std::size_t lut_stride = 0;
-  // float16: of each token and group, (pages, page_size, groups); both, or offset alone, may be null.
+  // float16: of each token and group, (pages, page_size, groups); both, or offset alone, may be null. scale is not negative.
   const std::uint16_t *scale = nullptr, *offset = nullptr;
   std::size_t scale_batch = 0, scale_head = 0, groups = 1;
   // float16: of each page, (pages, centre_dim); may be null.

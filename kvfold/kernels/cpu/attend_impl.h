@@ -156,9 +156,11 @@ class Worker {
     if (job_.mask) {
       const std::size_t head = head_ * job_.repeat + (first_ + r) / job_.queries;
       const std::uint8_t* mask = job_.mask + batch_ * job_.mask_batch + head * job_.mask_head + q * job_.mask_query;
-      for (std::size_t t = low; t < high; ++t) {
-        const std::int64_t position = start + static_cast<std::int64_t>(t);
-        if (position >= job_.mask_columns || !mask[position]) scores[t] = kNever;
+      for (std::size_t t = 0; t < stride; t += kLanes) {
+        const std::int64_t left = job_.mask_columns - (start + static_cast<std::int64_t>(t));
+        Flags flags{};
+        if (left > 0) std::memcpy(&flags, mask + start + t, std::min<std::size_t>(kLanes, static_cast<std::size_t>(left)));
+        store(scores + t, __builtin_convertvector(flags, Ints) != 0 ? load(scores + t) : all(kNever));
       }
     }
     Vec most = all(kNever);

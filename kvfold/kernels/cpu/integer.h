@@ -325,8 +325,10 @@ class IntegerKeys {
       upper_sum = _mm512_dpbusd_epi32(upper_sum, bias, store_four(bytes(upper_) + at, upper));
       if constexpr (TwoBytes) lower_sum = _mm512_dpbusd_epi32(lower_sum, bias, store_four(bytes(lower_) + at, lower));
     }
-    if constexpr (TwoBytes) upper_sum = _mm512_add_epi32(_mm512_slli_epi32(upper_sum, 8), lower_sum);
-    return _mm_mul_ps(_mm_cvtepi32_ps(sum_of_fours(upper_sum)), _mm_sub_ps(_mm_setzero_ps(), one));
+    __m128 total = _mm_cvtepi32_ps(sum_of_fours(upper_sum));
+    if constexpr (TwoBytes)
+      total = _mm_fmadd_ps(total, _mm_set1_ps(256.0f), _mm_cvtepi32_ps(sum_of_fours(lower_sum)));
+    return _mm_mul_ps(total, _mm_sub_ps(_mm_setzero_ps(), one));
   }
 
   template <std::size_t Rows>

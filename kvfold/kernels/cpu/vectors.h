@@ -35,6 +35,7 @@ constexpr std::size_t kDenseBlock = 64;  // dense tokens that are read together
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef std::int32_t Ints __attribute__((vector_size(64)));
+typedef std::uint8_t Flags __attribute__((vector_size(16)));
 
 // Zeroed floats on a cache line's boundary. Ours, as a library's templates would be shared with code that was compiled
 // for other instruction sets.
@@ -77,8 +78,8 @@ inline float from_half(std::uint16_t bits) {
 #else
   const std::uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
   float value;
-  if (rest >= 0x0400u) {  // normal; infinity and NaN are never stored
-    const std::uint32_t u = sign | ((rest << 13) + (112u << 23));
+  if (rest >= 0x0400u) {  // normal, infinite or NaN
+    const std::uint32_t u = sign | ((rest << 13) + (rest >= 0x7c00u ? 224u << 23 : 112u << 23));
     std::memcpy(&value, &u, 4);
   } else {
     value = static_cast<float>(rest) * 0x1p-24f;
@@ -161,7 +162,7 @@ inline void ask_for(const T* from, std::size_t count) {
   for (std::size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; 0 below -87.
+// e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; below -87 next to nothing, or nothing. Not for NaN.
 KVFOLD_INLINE Vec exp_vec(Vec x) {
 #ifdef __AVX512F__
   const __m512 t = _mm512_max_ps(_mm512_mul_ps(__m512(x), _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-160.0f));
