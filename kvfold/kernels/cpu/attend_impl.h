@@ -2,7 +2,8 @@
 // KVFOLD_ISA set to their namespace.
 #include <memory>
 
-#include "integer.h"
+#include "integer_keys.h"
+#include "integer_values.h"
 #include "page.h"
 #include "rotate.h"
 
