@@ -288,3 +288,15 @@ def test_held_memory_counts_the_order() -> None:
     cache = LayerCache("kvfold-3")
     _run(cache, query, key, value, [400])
     assert any(tensor is _order(cache) for tensor in walk_tensors(cache))
+
+
+def test_no_graph_is_kept_where_gradients_are_on() -> None:
+    """Statistics of queries stay in the cache: they must not hold what made the queries."""
+    query, key, value = _qkv(100)
+    with torch.enable_grad():
+        new = LayerCache("kvfold-3").append(key, value)
+        out = attend(query.requires_grad_(), new, scaling=D**-0.5)
+    energy = new.layer.groups[0].rows.query_energy
+    assert energy is not None
+    assert not energy.requires_grad
+    assert not out.requires_grad

@@ -18,7 +18,8 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {"cpu": cpu.attend_rows, "reference
 """Ways to compute, by name; all take what `kvfold.attention.reference.attend_rows` takes."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot hold a cache that grows: a compiled model leaves its graph here, and comes back
+# A graph cannot hold a cache that grows: a compiled model leaves its graph here, and comes back.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     query: Tensor,
     new: Appended,
@@ -63,6 +64,7 @@ def attend(
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
+    query = query.detach()
     new.layer.observe(query, new)
     out = None
     for group, dense in zip(new.layer.groups, new.dense, strict=True):

@@ -10,7 +10,7 @@
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-constexpr std::size_t kBlocksAThread = 24;
+constexpr std::size_t kBlocksAThread = 24;  // less work than this is not worth waking a thread
 
 // Softmax state of a block of query rows.
 struct State {
@@ -40,9 +40,6 @@ class Worker {
 #endif
   {
   }
-
-  std::size_t rotated_width() const { return rotated_width_; }
-  std::size_t plain_width() const { return plain_width_; }
 
   // `query` and `rotated_query` are those of the rows, scaled.
   void run(State& state, const float* query, const float* rotated_query, std::size_t batch, std::size_t head,

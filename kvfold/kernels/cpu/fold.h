@@ -5,6 +5,7 @@
 
 namespace kvfold {
 
+// In the order of SCALE_RULES in kvfold/quant/scales.py.
 enum class ScaleRule : int { raw, matched, least_squares, eden };
 
 // Tokens of some heads into pages of each head, beginning at slot `first` of the first page. Slots without a token get

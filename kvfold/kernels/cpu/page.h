@@ -113,8 +113,6 @@ class Page {
   const float* centre() const { return centre_.data(); }
   const float* channel_scale() const { return channel_scale_.data(); }
 
-  // Channels of a row, or tokens of one: what a row of `data` holds.
-  std::size_t row() const { return side_.shape.lanes_are_tokens ? size_ : width_; }
   const float* data() const { return scratch_.data(); }
 
   // Fills `data` from the codes of the page found last.
