@@ -2,6 +2,7 @@
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
+from kvfold.cache.token_store import TokenStore
 from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
 from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach
@@ -12,6 +13,7 @@ __all__ = [
     "Calibration",
     "FoldedCache",
     "Policy",
+    "TokenStore",
     "attach",
     "calibrate",
     "demo_model",

@@ -15,6 +15,10 @@ DENSE_DTYPES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 """Bytes of a value, by the names under which `plan` takes dense caches."""
 
 
+FOLDED = ("full", "latent")
+"""Kinds of layers that fold."""
+
+
 @dataclass(frozen=True)
 class HeadDim:
     """A head dimension and why it is believed.
@@ -39,7 +43,7 @@ class LayerShape:
     ----------
     kind
         "full": every token, folds. "sliding": the newest `window` - 1 tokens, dense. "latent": one latent
-        and its rotary part a token (multi-head latent attention), dense. "none": nothing that grows.
+        and its rotary part a token (multi-head latent attention), folds. "none": nothing that grows.
     kv_heads, key_dim, value_dim
         Shape of a token's keys and values; for "latent", the latent's and the rotary part's.
     window
@@ -182,8 +186,8 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, dense_byt
     total, tables = 0.0, {}
     for layer in layers:
         itemsize = dense_bytes if dense_only is None else dense_only
-        if layer.kind == "full" and dense_only is None:
-            pair = get_formats(format, layer.key_dim, layer.value_dim)
+        if layer.kind in FOLDED and dense_only is None:
+            pair = _formats_of(layer, format)
             total += layer.kv_heads * _folded_bytes(pair, tokens, itemsize) + 8  # and the row's index
             if pair.awaits_fit:
                 total += layer.kv_heads * _fit_bytes(pair, tokens)
@@ -196,12 +200,19 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, dense_byt
     return ceil(total) + sum(tables.values())
 
 
+def _formats_of(layer: LayerShape, format: str) -> FormatPair:
+    """The formats of a layer that folds."""
+    if layer.kind == "full":
+        return get_formats(format, layer.key_dim, layer.value_dim)
+    return get_formats(format, layer.key_dim + layer.value_dim, layer.key_dim, values_of_keys=True)
+
+
 def bytes_per_token(layers: Sequence[LayerShape], format: str, dense_bytes: float = 2.0) -> float:
     """Bytes that one more token takes in a long sequence: no windows, no tables."""
     total = 0.0
     for layer in layers:
-        if layer.kind == "full" and format not in DENSE_DTYPES:
-            pair = get_formats(format, layer.key_dim, layer.value_dim)
+        if layer.kind in FOLDED and format not in DENSE_DTYPES:
+            pair = _formats_of(layer, format)
             total += layer.kv_heads * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
         elif layer.kind != "sliding":
             total += layer.values_per_token * DENSE_DTYPES.get(format, dense_bytes)
@@ -239,13 +250,14 @@ def _folded_bytes(pair: FormatPair, tokens: int, dense_bytes: float) -> float:
         left = max(after_sinks - window.recent - window.undo, 0) // size if for_good else 0
         dense = window.sinks + ceil((after_sinks - left * size) / TAIL_STEP) * TAIL_STEP
     page = size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
-    return pages * page + dense * (pair.keys.head_dim + pair.values.head_dim) * dense_bytes
+    return pages * page + dense * pair.dense_channels * dense_bytes
 
 
 def _fit_bytes(pair: FormatPair, tokens: int) -> int:
-    """One KV head's order of channels, and the query energies that it is found by."""
+    """One KV head's orders of channels, and the query energies that that of keys is found by."""
     window, channels = pair.window, pair.keys.head_dim
-    order = channels if tokens >= pair.fit_tokens else 0
+    ordered = [fmt.head_dim for fmt in (pair.keys, pair.values) if fmt.awaits_fit]
+    order = sum(ordered) if tokens >= pair.fit_tokens else 0
     awaited = tokens < pair.fit_tokens + window.undo
     energies = channels * max(min(tokens, pair.fit_tokens) - window.sinks, 0) if awaited else 0
     return 2 * (order + energies)

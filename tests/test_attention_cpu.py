@@ -172,7 +172,24 @@ def real_heads(
 @pytest.mark.parametrize("isa", cpu.INTEGER_SETS)
 @pytest.mark.parametrize(
     "format",
-    ["kvfold-4", "kvfold-3", "kvfold-2", "kvfold-1", "kvfold-3:float16", "centred-4", "turboquant-4", "turboquant-3"],
+    [
+        "kvfold-4",
+        "kvfold-3",
+        "kvfold-2",
+        "kvfold-1",
+        "kvfold-3:float16",
+        "centred-4",
+        "turboquant-4",
+        "turboquant-3",
+        "q4_0:q8_0",
+        "tbqp4:tbq4",
+        "tbq4:tbq3",
+        "affine-4g32",
+        "uniform-4",
+        "uniform-3r",
+        "turboquant-4+qjl:turboquant-3+sign",
+        "turboquant-2.5",
+    ],
 )
 def test_its_own_error_on_real_heads(format: str, isa: str, real_heads: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Again at most 1 %, over the last 100 queries, where outliers and channels of all sizes are what they are."""
@@ -210,16 +227,17 @@ def test_a_call_that_it_does_not_take_says_why() -> None:
 @pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("parts", [(), ("offset",), ("centre", "channel_scale"), ("offset", "centre", "channel_scale")])
-def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: str) -> None:
+@pytest.mark.parametrize("integers", [True, False])
+def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: str, integers: bool) -> None:
     """Pages that no format of today makes: offsets, channel scales, groups of channels, bits that differ."""
     generator = torch.Generator().manual_seed(0)
     new = _fill("centred-4", 300, 1)
     rows = new.layer.groups[0].rows
     for name in ("keys", "values"):
         old = getattr(rows, name)
-        bits = (4, 3, 1, 2) if groups == 1 else (8, 5, 3, 6)
+        bits = (4, 3, 1, 2) if integers else (8, 5, 3, 6)
         lut = torch.randn(4, 256, generator=generator)
-        form = PageForm(64, 64, bits, lut, old.form.transform, old.form.lanes)
+        form = PageForm(64, 64, bits, lut, old.form.transform, old.form.lanes, (64 // groups,) * groups)
         shape = (2, 2, old.count, 64)
         code = torch.rand(*shape, 64, generator=generator) * 2.0 ** torch.tensor(bits).repeat_interleave(16)
         store = PageStore(form)
@@ -232,7 +250,6 @@ def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: s
         store.append(form.pack(TokenCodes(code.to(torch.uint8), scale, **{part: optional[part] for part in parts})))
         setattr(rows, name, store)
     q = 0.3 * torch.randn(2, 6, 1, 64, generator=generator)
-    integers = isa in cpu.INTEGER_SETS and groups == 1
     _close(*_both(new, q, isa), isa if integers else "")
 
 
@@ -296,7 +313,7 @@ def test_what_it_says_of_a_format(format: str) -> None:
     best = cpu.INSTRUCTION_SETS[0]
     integers = best in cpu.INTEGER_SETS
     keys, values = {
-        "kvfold-4": (True, True), "turboquant-4+qjl": (False, False), "turboquant-8": (False, False),
+        "kvfold-4": (True, True), "turboquant-4+qjl": (True, True), "turboquant-8": (False, False),
         "float16:hadamard-3": (False, True),
     }[format]  # fmt: skip
     assert cpu.reads_as(formats.keys) == ("integers" if integers and keys else "floats")

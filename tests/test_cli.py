@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvfold.attention import cpu
-from kvfold.formats import FORMATS
+from kvfold.formats import FORMATS, get_format
 
 
 def _kvfold(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +34,38 @@ def test_formats() -> None:
     sizes = {row["format"]: (row["key_bytes"], row["value_bytes"]) for row in rows}
     assert sizes["turboquant-4"] == (34, 34)
     assert sizes["kvfold-3"] == (28, 26)  # a float16 centre and scale a channel and page; a float16 scale a token
+
+
+def test_formats_of_others() -> None:
+    rows = {row["format"]: row for row in json.loads(_kvfold("formats", "--blocks", "--json").stdout)}
+    assert rows["tbqp3"]["block_bytes"] == 52
+    assert rows["polar4-u8"]["key_bytes"] == 132
+    assert rows["safe"]["bits_per_value"] == 8 * (66 + 68) / 256
+    assert "tq3" not in _kvfold("formats", "--blocks", "--head-dim", "64", "--json").stdout
+
+
+def test_convert(tmp_path: Path) -> None:
+    x = torch.randn(5_000, 128)
+    (tmp_path / "x").write_bytes(x.numpy().tobytes())
+    paths = [str(tmp_path / name) for name in ("x", "tq4", "tbq4", "back")]
+    for i, (old, new) in enumerate((("f32", "tq4"), ("tq4", "tbq4"), ("tbq4", "f32"))):
+        run = _kvfold("convert", paths[i], paths[i + 1], "--from", old, "--to", new, "--json")
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout)["vectors"] == 5_000
+        assert json.loads(run.stdout)["error"] == pytest.approx(0.0 if new == "f32" else 0.0093, rel=0.05)
+    assert Path(paths[1]).stat().st_size == 5_000 * 68
+    fmt = get_format("tq4", 128)
+    assert Path(paths[1]).read_bytes() == fmt.to_bytes(fmt.fold(x)).numpy().tobytes()  # type: ignore[attr-defined]
+    y = torch.frombuffer(bytearray(Path(paths[3]).read_bytes()), dtype=torch.float32).view(-1, 128)
+    assert ((x - y).square().sum() / x.square().sum()).item() == pytest.approx(2 * 0.0093, rel=0.05)
+    for arguments, word in (
+        ((paths[1], paths[3], "--from", "tq3", "--to", "f32"), "a vector of 128 in tq3 takes 52"),
+        ((paths[1], paths[3], "--from", "tq4", "--to", "kvfold-4"), "has no blocks"),
+        ((paths[1] + "x", paths[3], "--from", "tq4", "--to", "f32"), "there is no such file"),
+    ):
+        run = _kvfold("convert", *arguments)
+        assert (run.returncode, word in run.stderr) == (1, True), run.stderr
+    assert y.shape == (5_000, 128)
 
 
 def test_what_reads_each_format_here() -> None:

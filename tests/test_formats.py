@@ -114,7 +114,9 @@ def test_page_form_stands_for_its_formula(
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     matrix = torch.linalg.qr(torch.randn(head_dim, head_dim))[0] * torch.linspace(0.5, 2, head_dim)
     lut = level_table({b: tuple(torch.randn(2**b).tolist()) for b in range(1, 9)}, bits)
-    form = PageForm(head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes)
+    form = PageForm(
+        head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes, (head_dim // groups,) * groups
+    )
     code = (torch.rand(2, 16, head_dim) * 2.0 ** torch.tensor(bits).repeat_interleave(16)).to(torch.uint8)
     tokens = TokenCodes(
         code=code,

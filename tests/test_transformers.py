@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold import FoldedCache, Policy, formats
+from kvfold import FoldedCache, Policy
+from kvfold.formats import pair
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 Ids = Callable[..., Tensor]
@@ -22,7 +23,7 @@ FORMATS = ["centred-4", "turboquant-4", "kvfold-3"]
 @pytest.fixture(autouse=True)
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats that are fitted fold here too, though prompts are short."""
-    monkeypatch.setattr(formats, "FIT_TOKENS", 70)
+    monkeypatch.setattr(pair, "FIT_TOKENS", 70)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, cache: transformers.Cache, chunks: list[int] | None = None) -> Tensor:
@@ -467,25 +468,6 @@ def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixt
     assert isinstance(cache.layers[0], FoldedLayer)
     assert not torch.equal(folded[:, 150:], dense[:, 150:])
     torch.testing.assert_close(folded, dense, atol=0.02, rtol=0.02)
-
-
-def test_mla_stays_dense_and_says_so(random_ids: Ids, caplog: pytest.LogCaptureFixture) -> None:
-    """DeepSeek V3 caches a latent and its rotary part, which must not be folded as if they were keys and values."""
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
-        first_k_dense_replace=1, max_position_embeddings=512,
-    )  # fmt: skip
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
-    assert kvfold.attach(model)
-    with caplog.at_level(logging.WARNING, "kvfold"):
-        cache = FoldedCache(config)
-    assert any("latent attention are not folded" in r.message for r in caplog.records)
-    ids = random_ids(1, 200)
-    assert torch.equal(_logits(model, ids, cache), _logits(model, ids, DynamicCache(config=config)))
-    assert {row.format for row in cache.report().layers} == {"dense"}
 
 
 def test_attach_is_idempotent_and_undone(llama: PreTrainedModel) -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.rows import DenseSpan, FoldedRows
-from kvfold.cache.store import PageStore
+from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import Format
-from kvfold.formats.page import PageForm, Pages
+from kvfold.formats.page import FirstChannels, PageForm, Pages
 from kvfold.kernels.cpu import module
 from kvfold.kernels.ops import DTYPES
 from kvfold.quant.packing import TILE
-from kvfold.quant.transforms import ChannelOrder, Hadamard, Transform
+from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, OrderedMatrix
 
 INSTRUCTION_SETS: list[str] = module.instruction_sets()
 """What this machine runs, best first."""
@@ -30,11 +30,11 @@ def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | N
         return f"the CPU kernel takes no queries of {query.dtype}"
     if mask is not None and mask.dtype != torch.bool:
         return f"the CPU kernel takes masks of bool, and this is one of {mask.dtype}"
-    for store in (rows.keys, rows.values):
-        scale = None if store.storage is None else store.storage.scale
-        groups = 1 if scale is None else scale.shape[-1]
-        if groups > 1 and (store.form.code_dim // groups) % TILE:
-            return f"the CPU kernel takes scales for groups of {TILE} channels, these are {groups} groups"
+    for form in (rows.keys.form, rows.values.form):
+        if not form.kernels:
+            return f"{type(form).__name__} pages are read by the reference alone"
+        if any(width % TILE for width in form.groups):
+            return f"the CPU kernel takes scales for groups of {TILE} channels, these are of {form.groups}"
     return None
 
 
@@ -131,49 +131,61 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
         raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}: give one for each of the {heads} heads")
 
 
-_SIDES: WeakKeyDictionary[Pages, tuple[tuple[int, ...], module.Side]] = WeakKeyDictionary()
-_ROTATIONS: WeakKeyDictionary[Transform | ChannelOrder, tuple[tuple[int, ...], module.Rotation]] = WeakKeyDictionary()
+_SIDES: WeakKeyDictionary[Pages, dict[type, tuple[tuple[int, ...], module.Side]]] = WeakKeyDictionary()
+_ROTATIONS: WeakKeyDictionary[AnyTransform, tuple[tuple[int, ...], module.Rotation]] = WeakKeyDictionary()
 
 
-def _side(store: PageStore) -> module.Side:
+def _side(store: PageStore | StoreView) -> module.Side:
     """A store's pages as the kernel knows them, made anew when memory has moved (`share_memory_` moves it)."""
     form, pages = store.form, store.storage
     if pages is None:
         return _bare_side(form, (0, 0, 0))
     scale, offset, centre, channel_scale = pages.scale, pages.offset, pages.centre, pages.channel_scale
-    parts = (form.lut, pages.code, scale, offset, centre, channel_scale)
+    plain = pages.plain if form.plain_dim else None
+    parts = (form.lut, pages.code, scale, offset, centre, channel_scale, plain)
     at = tuple(0 if part is None else part.data_ptr() for part in parts)
-    known = _SIDES.get(pages)
+    of_forms = _SIDES.setdefault(pages, {})  # values may be a view of the same pages
+    known = of_forms.get(type(form))
     if known is not None and known[0] == at:
         return known[1]
     code = pages.code
     side = _bare_side(form, (at[1], code.stride(0) * code.itemsize, code.stride(1) * code.itemsize))
     if scale is not None:
-        side.set_scale(at[2], at[3], scale.stride(0), scale.stride(1), scale.shape[-1])
+        groups = [g for g, width in enumerate(form.groups) for _ in range(width // TILE)]
+        side.set_scale(
+            at[2], DTYPES[scale.dtype], form.signed_scale, at[3], scale.stride(0), scale.stride(1), scale.shape[-1],
+            bytes(groups),
+        )  # fmt: skip
     either = centre if centre is not None else channel_scale
     if either is not None:
         side.set_centre(at[4], at[5], either.stride(0), either.stride(1), either.shape[-1])
-    _SIDES[pages] = at, side
+    if plain is not None:
+        side.set_plain(at[6], plain.stride(0), plain.stride(1), plain.shape[-1])
+    of_forms[type(form)] = at, side
     return side
 
 
 def _bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
-    return module.Side(
-        *code, form.page_size, form.code_dim, bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(),
-        form.lut.shape[-1],
+    whole = form.whole if isinstance(form, FirstChannels) else form
+    side = module.Side(
+        *code, form.page_size, whole.code_dim, bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(),
+        form.lut.shape[-1], form.unit_levels,
     )  # fmt: skip
+    if whole is not form:
+        side.set_first_channels(form.code_dim)
+    return side
 
 
-def _rotation(transform: Transform | ChannelOrder) -> module.Rotation:
+def _rotation(transform: AnyTransform) -> module.Rotation:
     """A transform as the kernel knows it, made anew when memory has moved."""
     at = tuple(tensor.data_ptr() for tensor in transform.tensors())
     known = _ROTATIONS.get(transform)
     if known is not None and known[0] == at:
         return known[1]
     if isinstance(transform, ChannelOrder):
-        order = transform.order
-        by_row, by_head = (0, 0, *order.stride()[:-1])[-2:]
-        rotation = module.Rotation.order(order.shape[-1], order.data_ptr(), by_row, by_head)
+        rotation = module.Rotation.order(*_order(transform))
+    elif isinstance(transform, OrderedMatrix):
+        rotation = module.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
     elif isinstance(transform, Hadamard):
         mix = 0 if transform.mix is None else transform.mix.data_ptr()
         rotation = module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), mix)
@@ -183,3 +195,9 @@ def _rotation(transform: Transform | ChannelOrder) -> module.Rotation:
         rotation = module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), inverse)
     _ROTATIONS[transform] = at, rotation
     return rotation
+
+
+def _order(order: ChannelOrder) -> tuple[int, int, int, int]:
+    """Length, address and strides from row to row and head to head."""
+    by_row, by_head = (0, 0, *order.order.stride()[:-1])[-2:]
+    return order.order.shape[-1], order.order.data_ptr(), by_row, by_head

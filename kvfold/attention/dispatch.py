@@ -77,8 +77,14 @@ def attend(
         if chosen == "cpu" and (why := cpu.unsupported(query, group.rows, mask)) is not None:
             raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
         run = BACKENDS[chosen]
+        own_query = group.own(query, new.first_column)
+        if new.layer.sharpen:
+            counts = torch.arange(group.rows.length - own_query.shape[2], group.rows.length, device=query.device) + 1
+            factor = group.rows.formats.keys.sharpness(counts)
+            assert factor is not None
+            own_query = own_query * factor.to(own_query.dtype).unsqueeze(-1)
         result = run(
-            group.own(query, new.first_column),
+            own_query,
             group.rows,
             dense,
             scaling=scaling,

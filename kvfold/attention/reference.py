@@ -5,7 +5,6 @@ and R⁻¹ is applied once, to the sum. Softmax runs online over blocks of keys,
 pages is ever unpacked.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +44,7 @@ def attend_rows(
 
     # (batch, kv_heads, repeat, n, dim): one unpacked key serves the `repeat` query heads of its group.
     q = _to_groups(query.to(dtype) * scaling, kv_heads)
-    q_rotated = rows.keys.form.transform.apply_to_query(q)
+    q_rotated = rows.keys.form.rotated_query(q)
     out = []
     queries = max(SCORE_BLOCK // (batch * heads * PAGE_BLOCK * rows.page_size), 16)
     for first in range(0, n, queries):
@@ -195,12 +194,12 @@ class _Reader:
 def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     """q·x̂ for every folded token, from codes.
 
-    q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c
+    q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c, and the products of plain channels.
 
     Parameters
     ----------
     q
-        Rotated queries q̃, (batch, kv_heads, repeat, n, D).
+        Rotated queries q̃, and plain channels after them, (batch, kv_heads, repeat, n, code_dim + plain_dim).
     pages
         (batch, kv_heads, N, …).
 
@@ -213,7 +212,7 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     scale = _token_scale(pages, levels)
     offset = None if pages.offset is None else pages.offset.to(q.dtype).flatten(2, 3)
     scores: Tensor | float = 0.0
-    for g, channels in enumerate(_channel_groups(form.code_dim, scale.shape[-1])):
+    for g, channels in enumerate(form.scale_groups):
         q_g = q[..., channels]
         scores = scores + _grouped(q_g, levels[..., channels].mT) * _beside_queries(scale[..., g])
         if offset is not None:
@@ -224,6 +223,8 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
             q[..., : pages.centre.shape[-1]], pages.centre.to(q.dtype).mT
         )  # (batch, kv_heads, repeat, n, N)
         scores = scores + centre.repeat_interleave(form.page_size, dim=-1)
+    if pages.plain is not None:
+        scores = scores + _grouped(q[..., form.code_dim :], pages.plain.to(q.dtype).flatten(2, 3).mT)
     return scores
 
 
@@ -246,7 +247,7 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     scale = _token_scale(pages, levels)
     offset = None if pages.offset is None else pages.offset.to(p.dtype).flatten(2, 3)
     parts = []
-    for g, channels in enumerate(_channel_groups(form.code_dim, scale.shape[-1])):
+    for g, channels in enumerate(form.scale_groups):
         part = _grouped(p * _beside_queries(scale[..., g]), levels[..., channels])
         if offset is not None:
             part = part + (p * _beside_queries(offset[..., g])).sum(-1, keepdim=True)
@@ -263,11 +264,6 @@ def _token_scale(pages: Pages, levels: Tensor) -> Tensor:
     if pages.scale is None:
         return levels.new_ones(*levels.shape[:3], 1)
     return pages.scale.to(levels.dtype).flatten(2, 3)
-
-
-def _channel_groups(code_dim: int, groups: int) -> Iterator[slice]:
-    width = code_dim // groups
-    return (slice(g * width, (g + 1) * width) for g in range(groups))
 
 
 def _grouped(x: Tensor, y: Tensor) -> Tensor:

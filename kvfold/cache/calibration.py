@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from kvfold.cache.saved import replacing
 from kvfold.formats import KeyStatistics
 
 KIND = "kvfold-calibration-1"
@@ -37,9 +38,8 @@ class Calibration:
         for index, statistics in self.layers.items():
             for name in NAMES:
                 tensors[f"layers.{index}.{name}"] = getattr(statistics, name).float().contiguous().clone()
-        if not Path(path).absolute().parent.is_dir():
-            raise FileNotFoundError(f"path = {str(path)!r}: there is no such folder")
-        save_file(tensors, path, metadata={**self.about, "kind": KIND})
+        with replacing(path) as file:
+            file.write(save(tensors, {**self.about, "kind": KIND}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Calibration":

@@ -1,14 +1,20 @@
 """The folded cache of one layer: a batch of sequences, each folded as if it were alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.rows import DenseSpan, FoldedRows, RowsState
+from kvfold.cache.saved import FLOATS, Contents
 from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
+
+LARGEST_SAVED = 2**20
+"""A file that asks for more rows or heads, or for a wider window, is refused before it gets the memory."""
+LARGEST_SAVED_PAGE = 2**16
+"""So is one that asks for longer pages."""
 
 
 @dataclass(eq=False)
@@ -90,6 +96,17 @@ class LayerCache:
         What stays dense; None: what the formats say.
     statistics
         What a format that is fitted goes by; None: it waits for those of each sequence's first tokens.
+    frequencies
+        RoPE's ω_f, for formats that turn keys back; None: not known.
+    values_of_keys
+        Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
+    sharpen
+        Whether attention scales scores as the keys' format says (`Format.sharpness`).
+
+    Raises
+    ------
+    ValueError
+        On the first keys, if `sharpen` is True and their format has no rule for it.
     """
 
     def __init__(
@@ -99,12 +116,18 @@ class LayerCache:
         dense_dtype: torch.dtype | None = None,
         window: Window | None = None,
         statistics: KeyStatistics | None = None,
+        frequencies: tuple[float, ...] | None = None,
+        values_of_keys: bool = False,
+        sharpen: bool = False,
     ) -> None:
         self.format = format
         self.index = index
         self.dense_dtype = dense_dtype
         self.window = window
         self.statistics = statistics
+        self.frequencies = frequencies
+        self.values_of_keys = values_of_keys
+        self.sharpen = sharpen
         self.clear()
 
     def clear(self) -> None:
@@ -141,9 +164,10 @@ class LayerCache:
             if len(padding) != batch:
                 raise ValueError(f"padding has {len(padding)} entries for a batch of {batch}")
             skipped = [min(max(columns - self.columns, 0), n) for columns in padding]
-        key, value = self._as_stored(key, "key", skipped), self._as_stored(value, "value", skipped)
+        key = self._as_stored(key, "key", skipped)
+        value = key[..., : value.shape[-1]] if self.values_of_keys else self._as_stored(value, "value", skipped)
         if self._formats is None:
-            self._formats = self._fitted(get_formats(self.format, key.shape[-1], value.shape[-1], self.window), key)
+            self._formats = self._fitted(self.formats_of(key.shape[-1], value.shape[-1]), key)
         groups = self.groups + (self._starting(padding, n, key) if padding is not None and self.awaits_rows else [])
 
         try:
@@ -202,9 +226,19 @@ class LayerCache:
         if any(group.rows.awaits_queries for group in self.groups) and not query.isfinite().all():
             raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
 
+    def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
+        """This layer's formats, not fitted."""
+        pair = get_formats(self.format, key_dim, value_dim, self.window, values_of_keys=self.values_of_keys)
+        if self.sharpen and pair.keys.sharpness(torch.ones(1)) is None:
+            raise ValueError(
+                f"sharpen = True, but there is no rule for keys of {key_dim} in {self.format!r}: it is for tbq and "
+                "tbqp keys of 64 or 256"
+            )
+        return pair.at(self.index, self.frequencies)
+
     def _fitted(self, formats: FormatPair, key: Tensor) -> FormatPair:
         """`formats` as `statistics` would have them."""
-        if self.statistics is None or not formats.awaits_fit:
+        if self.statistics is None or not formats.keys.awaits_fit:
             return formats
         expected, given = (key.shape[1], key.shape[3]), tuple(self.statistics.key_variance.shape)
         if given != expected:
@@ -212,7 +246,7 @@ class LayerCache:
                 f"layer {self.index}: the calibration is of {given[0]} heads of {given[1]}, keys have {expected[0]} "
                 f"heads of {expected[1]}: calibrate this model"
             )
-        return replace(formats, keys=formats.keys.fitted(self.statistics))
+        return formats.with_formats(formats.keys.fitted(self.statistics), formats.values)
 
     def _starting(self, padding: Sequence[int], n: int, key: Tensor) -> list[RowGroup]:
         """New groups for rows whose first token is among the next `n` columns."""
@@ -328,7 +362,106 @@ class LayerCache:
             group.rows.restore(rows)
         self.groups = [group for group, _ in state.groups]
 
+    # Into a file and back
+
+    def to_saved(self) -> Contents:
+        """What is held, without unused capacity, and what it takes to go on."""
+        window, statistics = self.window, self.statistics
+        saved = Contents(
+            {
+                "format": self.format,
+                "dense_dtype": None if self.dense_dtype is None else _name(self.dense_dtype),
+                "window": None if window is None else [window.sinks, window.recent, window.undo],
+                "calibrated": statistics is not None,
+                "frequencies": None if self.frequencies is None else list(self.frequencies),
+                "values_of_keys": self.values_of_keys,
+                "sharpen": self.sharpen,
+                "shape": None if self.shape is None else list(self.shape),
+                "dtype": None if self._like is None else _name(self._like[0].dtype),
+                "columns": self.columns,
+                "groups": len(self.groups),
+            }
+        )
+        if statistics is not None:
+            saved.tensors = {"query_energy": statistics.query_energy, "key_variance": statistics.key_variance}
+        for number, group in enumerate(self.groups):
+            part = group.rows.to_saved()
+            part.data |= {"batch_rows": group.batch_rows.tolist(), "padding": group.padding}
+            saved.put(f"group{number}", part)
+        return saved
+
+    @classmethod
+    def from_saved(cls, saved: Contents, index: int = 0) -> "LayerCache":
+        """The layer that `to_saved` told of, on the CPU; all of `saved` is taken out.
+
+        Raises
+        ------
+        ValueError
+            If its parts do not fit together, or a format or calibration has another shape.
+        """
+        format = saved.take("format", str)
+        dense_dtype = None if saved.lacks("dense_dtype") else saved.dtype("dense_dtype")
+        window = None
+        if not saved.lacks("window"):
+            window = Window(*saved.numbers("window", 3, most=LARGEST_SAVED))
+        statistics = None
+        if saved.take("calibrated", bool):
+            variance = saved.tensor("key_variance", FLOATS.values(), (None, None))
+            energy = saved.tensor("query_energy", FLOATS.values(), tuple(variance.shape))
+            statistics = KeyStatistics(energy, variance)
+        frequencies = None
+        if not saved.lacks("frequencies"):
+            frequencies = tuple(saved.take("frequencies", list))
+            if any(type(f) is not float or not isfinite(f) for f in frequencies):
+                raise ValueError(f"{saved.where}frequencies are no finite numbers")
+        values_of_keys = saved.take("values_of_keys", bool)
+        layer = cls(
+            format, index, dense_dtype, window, statistics, frequencies, values_of_keys, saved.take("sharpen", bool)
+        )
+        layer.columns = saved.number("columns")
+        groups = saved.number("groups")
+        if saved.lacks("shape"):
+            if layer.columns or groups or not saved.lacks("dtype"):
+                raise ValueError(f"{saved.where}shape is missing")
+        else:
+            layer._fill(saved, groups)
+        saved.done()
+        return layer
+
+    def _fill(self, saved: Contents, groups: int) -> None:
+        """Take the rows of all groups out of `saved`."""
+        batch, kv_heads, key_dim, value_dim = saved.numbers("shape", 4, 1, LARGEST_SAVED)
+        dtype = saved.dtype("dtype")
+        if dtype != self.dense_dtype and (self.dense_dtype is not None or dtype.itemsize != 2):
+            raise ValueError(f"{saved.where}dtype is {dtype}, which dense_dtype = {self.dense_dtype} does not make")
+        unfitted = self.formats_of(key_dim, value_dim)
+        if unfitted.keys.page_size > LARGEST_SAVED_PAGE:
+            raise ValueError(f"{saved.where}format is {self.format!r}, with pages of over {LARGEST_SAVED_PAGE} tokens")
+        key, value = (torch.empty(batch, kv_heads, 0, dim, dtype=dtype) for dim in (key_dim, value_dim))
+        self._like, self._formats = (key, value), self._fitted(unfitted, key)
+        formats = (unfitted.keys, unfitted.values)[: 1 if unfitted.shares_pages else 2]
+        page = [fmt.fold_from(torch.zeros(1, 1, fmt.page_size, fmt.head_dim)) for fmt in formats]
+        taken: set[int] = set()
+        for number in range(groups):
+            part = saved.part(f"group{number}")
+            own = part.numbers("batch_rows", most=batch - 1)
+            padding = part.number("padding", most=self.columns - 1)
+            if not own or len({*own} - taken) < len(own):
+                raise ValueError(f"{part.where}batch_rows name no row, or one twice")
+            taken.update(own)
+            like = (key[: len(own)], value[: len(own)])
+            rows = FoldedRows.from_saved(part, self._formats, like, self.columns - padding, page)
+            self.groups.append(RowGroup(torch.tensor(own), padding, rows))
+
     # Reading
+
+    @property
+    def shape(self) -> tuple[int, int, int, int] | None:
+        """Batch rows, KV heads, and coordinates of a key and of a value; None before the first token."""
+        if self._like is None:
+            return None
+        batch, kv_heads, _, key_dim = self._like[0].shape
+        return batch, kv_heads, key_dim, self._like[1].shape[3]
 
     @property
     def awaits_rows(self) -> bool:
@@ -355,7 +488,8 @@ class LayerCache:
         """Numbers that a dense cache would hold for the same tokens: keys and values, padding aside."""
         if self._like is None:
             return 0
-        per_token = sum(like.shape[1] * like.shape[3] for like in self._like)
+        own = self._like[:1] if self.values_of_keys else self._like
+        per_token = sum(like.shape[1] * like.shape[3] for like in own)
         return per_token * sum(len(group.batch_rows) * group.rows.length for group in self.groups)
 
     def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -366,3 +500,7 @@ class LayerCache:
             for target, source in zip(out, group.rows.unfold(), strict=True):
                 target[group.batch_rows, :, group.padding :] = source.to(dtype)
         return out[0], out[1]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

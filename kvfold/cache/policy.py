@@ -16,7 +16,7 @@ class Policy:
     Attributes
     ----------
     format
-        "both" or "keys:values", for every layer without an exception.
+        "both" or "keys:values", for every layer without an exception; "dense" folds none.
     dense_first, dense_last
         How many layers at the start and the end of the model stay dense.
     exceptions
@@ -33,11 +33,10 @@ class Policy:
     window: Window | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.format)
         for name in ("dense_first", "dense_last"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: give a number of layers, 0 or more")
-        for _, format in self.exceptions:
+        for format in (self.format, *(format for _, format in self.exceptions)):
             if format != "dense":
                 check_names(format)
 
@@ -50,4 +49,4 @@ class Policy:
                 return None if format == "dense" else format
         if layer < self.dense_first or layer >= num_layers - self.dense_last:
             return None
-        return self.format
+        return None if self.format == "dense" else self.format

@@ -10,12 +10,14 @@ before; the query that completes them is the first that reads folded pages.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvfold.cache.store import PageStore
-from kvfold.formats import Format, FormatPair, KeyStatistics
+from kvfold.cache.saved import Contents
+from kvfold.cache.store import PageStore, StoreView
+from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
 
@@ -55,7 +57,7 @@ class Pending:
     into_sinks, after_sinks
         How many of them are sinks, and how many come after.
     pages
-        Folded pages of keys and values, if there are any.
+        Folded pages for each of `FoldedRows.stores`, if there are any.
     dense
         The tail and the new tokens after the sinks; None if the formats fold by token, or if the new tokens only
         join the tail, which has room for them.
@@ -65,7 +67,7 @@ class Pending:
     value: Tensor
     into_sinks: int
     after_sinks: int
-    pages: tuple[Pages, Pages] | None
+    pages: list[Pages] | None
     dense: DenseSpan | None
 
 
@@ -114,8 +116,12 @@ class FoldedRows:
         self.page_size = formats.keys.page_size
         self.window = formats.window
         self.length = 0
-        self.keys = PageStore(formats.keys.form)
-        self.values = PageStore(formats.values.form)
+        self.keys = PageStore(formats.keys.form, self.window.sinks)
+        self.values: PageStore | StoreView
+        if formats.shares_pages:
+            self.values = StoreView(self.keys, formats.values.form)
+        else:
+            self.values = PageStore(formats.values.form, self.window.sinks)
         self.sinks: tuple[Tensor, Tensor] | None = None
         self.tail: tuple[Tensor, Tensor] | None = None
         self.tail_start = self.window.sinks
@@ -123,6 +129,11 @@ class FoldedRows:
         self.query_energy: Tensor | None = None
 
     # What is where
+
+    @property
+    def stores(self) -> tuple[PageStore, ...]:
+        """Where pages are: those of keys and of values, or of keys alone if values are a view of them."""
+        return (self.keys,) if isinstance(self.values, StoreView) else (self.keys, self.values)
 
     @property
     def awaits_queries(self) -> bool:
@@ -211,10 +222,7 @@ class FoldedRows:
             pages = None
             if n:
                 slot = new.start - self.window.sinks
-                pages = (
-                    self._fold(self.formats.keys, new.key, slot),
-                    self._fold(self.formats.values, new.value, slot),
-                )
+                pages = self._fold(self.formats, new.key, new.value, slot)
             return Pending(key, value, into_sinks, n, pages, dense=None)
 
         tail = self.tail_span()
@@ -235,13 +243,13 @@ class FoldedRows:
             and self._start_of_tail(stop) == self.tail_start
         )
 
-    def _fold_ripe(self, dense: DenseSpan, formats: FormatPair) -> tuple[Pages, Pages] | None:
+    def _fold_ripe(self, dense: DenseSpan, formats: FormatPair) -> list[Pages] | None:
         """The pages of `dense` that are ripe and not folded yet, folded."""
         ripe = self._full_pages(dense.stop, self.window.recent) - self.keys.count
         if ripe <= 0:
             return None
         own = slice(self.folded_stop - dense.start, self.folded_stop - dense.start + ripe * self.page_size)
-        return self._fold(formats.keys, dense.key[:, :, own]), self._fold(formats.values, dense.value[:, :, own])
+        return self._fold(formats, dense.key[:, :, own], dense.value[:, :, own], self.folded_stop - self.window.sinks)
 
     def commit(self, pending: "Pending") -> DenseSpan | None:
         """Store prepared tokens.
@@ -265,12 +273,12 @@ class FoldedRows:
         elif dense is None:
             if pending.pages is not None:
                 page = max(self.length - self.window.sinks, 0) // self.page_size
-                self.keys.merge(pending.pages[0], page)
-                self.values.merge(pending.pages[1], page)
+                for store, folded in zip(self.stores, pending.pages, strict=True):
+                    store.merge(folded, page)
         else:
             if pending.pages is not None:
-                self.keys.append(pending.pages[0])
-                self.values.append(pending.pages[1])
+                for store, folded in zip(self.stores, pending.pages, strict=True):
+                    store.append(folded)
             self._keep_tail(dense, pending.after_sinks)
             unread = folded_stop - dense.start
             dense = DenseSpan(dense.key[:, :, unread:], dense.value[:, :, unread:], folded_stop)
@@ -307,34 +315,39 @@ class FoldedRows:
         if self.formats.awaits_fit:
             tail = self.tail_span()
             assert tail is not None
-            keys = tail.key[:, :, : self.fit_tokens - tail.start]
-            statistics = KeyStatistics.of(keys, seen, self.page_size)
-            formats = replace(self.formats, keys=self.formats.keys.fitted(statistics))
+            fitted = []
+            first = self.fit_tokens - tail.start
+            for fmt, x in ((self.formats.keys, tail.key), (self.formats.values, tail.value)):
+                queries = seen if x is tail.key else seen[:, :, :0]
+                statistics = KeyStatistics.of(x[:, :, :first], queries, self.page_size)
+                fitted.append(fmt.fitted(statistics) if fmt.awaits_fit else fmt)
+            formats = self.formats.with_formats(*fitted)
             pages = self._fold_ripe(tail, formats)
             # Nothing below fails.
             self._set_formats(formats)
-            if pages is not None:
-                self.keys.append(pages[0])
-                self.values.append(pages[1])
+            for store, folded in zip(self.stores, pages or (), strict=False):
+                store.append(folded)
             self._keep_tail(tail, 0)
         # A crop that leaves no trace may go back behind the fit.
         self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
 
     def _set_formats(self, formats: FormatPair) -> None:
         self.formats = formats
-        self.keys.form = formats.keys.form
+        self.keys.form, self.values.form = formats.keys.form, formats.values.form
 
-    def _fold(self, fmt: Format, x: Tensor, slot: int = 0) -> Pages:
-        """Pages that hold `x` from slot `slot` of the stream on, and nothing elsewhere."""
-        folded = fmt.fold_from(x, slot % self.page_size)
-        require_finite(folded)
-        return folded
+    def _fold(self, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
+        """Pages for each of `stores` that hold tokens from slot `slot` of the stream on, and nothing elsewhere."""
+        pages = []
+        for fmt, x, _ in zip((formats.keys, formats.values), (key, value), self.stores, strict=False):
+            pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot))
+            require_finite(pages[-1])
+        return pages
 
     def _keep_sinks(self, key: Tensor, value: Tensor, n: int) -> None:
         if not n:
             return
         if self.sinks is None:
-            self.sinks = (_room(key, self.window.sinks), _room(value, self.window.sinks))
+            self.sinks = self._room(key, value, self.window.sinks)
         for kept, new in zip(self.sinks, (key, value), strict=True):
             kept[:, :, self.length : self.length + n] = new[:, :, :n]
 
@@ -347,7 +360,7 @@ class FoldedRows:
         stays = self.tail is not None and start == self.tail_start and held <= self.tail[0].shape[2]
         if not stays:  # new storage, so that a `RowsState` still finds the old tail as it was
             capacity = -(-held // TAIL_STEP) * TAIL_STEP
-            self.tail = (_room(dense.key, capacity), _room(dense.value, capacity))
+            self.tail = self._room(dense.key, dense.value, capacity)
         assert self.tail is not None
         first = held - new if stays else 0
         for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
@@ -372,11 +385,132 @@ class FoldedRows:
         if self.formats.folds_by_token:
             self.crop(state.length)
         else:
-            self.keys.truncate(state.pages)
-            self.values.truncate(state.pages)
+            for store in self.stores:
+                store.truncate(state.pages)
         self.length, self.sinks, self.tail, self.tail_start = state.length, state.sinks, state.tail, state.tail_start
         self._set_formats(state.formats)
         self.query_energy = state.query_energy
+
+    # Into a file and back
+
+    def to_saved(self) -> Contents:
+        """What is held, without unused capacity."""
+        fitted = self.unfitted.awaits_fit and not self.formats.awaits_fit
+        queries = None if self.query_energy is None else self.query_energy.shape[2]
+        saved = Contents(
+            {"pages": self.keys.count, "tail_start": self.tail_start, "fitted": fitted, "queries": queries}
+        )
+        for name, span in (("sinks", self.sink_span()), ("tail", self.tail_span())):
+            if span is not None:
+                saved.tensors |= {f"{name}.key": span.key, f"{name}.value": span.value}
+        if self.keys.count:
+            for name, store in zip(("keys", "values"), self.stores, strict=False):
+                saved.tensors |= {f"{name}.{part}": tensor for part, tensor in store.pages().tensors()}
+        if self.query_energy is not None:
+            saved.tensors["query_energy"] = self.query_energy
+        if fitted:
+            for name, fmt in (("keys_fit", self.formats.keys), ("values_fit", self.formats.values)):
+                saved.put(name, Contents({}, fmt.fit_tables()))
+        return saved
+
+    @classmethod
+    def from_saved(
+        cls, saved: Contents, formats: FormatPair, like: tuple[Tensor, Tensor], length: int, page: list[Pages]
+    ) -> "FoldedRows":
+        """The rows that `to_saved` told of.
+
+        Parameters
+        ----------
+        saved
+            What it gave; all of it is taken out.
+        formats
+            The formats that the rows started with.
+        like
+            Empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays dense.
+        length
+            Tokens held by each row.
+        page
+            One page of one head for each of `stores`, for the shapes and dtypes of its tensors.
+
+        Raises
+        ------
+        ValueError
+            If the parts do not fit together.
+        """
+        batch, kv_heads = like[0].shape[:2]
+        rows = cls(formats, kv_heads)
+        rows.length = length
+        after = max(length - rows.window.sinks, 0)
+        if saved.take("fitted", bool):
+            fitted = []
+            for name, fmt in (("keys_fit", formats.keys), ("values_fit", formats.values)):
+                part, tables = saved.part(name), {}
+                if fmt.awaits_fit:
+                    x = torch.zeros(1, kv_heads, 1, fmt.head_dim)
+                    example = fmt.fitted(KeyStatistics.of(x, x[:, :, :0], rows.page_size)).fit_tables()
+                    tables = {key: part.tensor(key, [t.dtype], (batch, *t.shape[1:])) for key, t in example.items()}
+                part.done()
+                fitted.append(fmt.with_fit_tables(tables) if tables else fmt)
+            if not formats.awaits_fit:
+                raise ValueError(f"{saved.where}fitted is True, which this format never is")
+            rows._set_formats(formats.with_formats(*fitted))
+        if not saved.lacks("queries"):
+            most = max(min(length, rows.fit_tokens) - rows.window.sinks, 0) if formats.awaits_fit else -1
+            shape = (batch, kv_heads, saved.number("queries", 0, most), rows.key_dim)
+            rows.query_energy = saved.tensor("query_energy", [torch.bfloat16], shape)
+
+        count = saved.number("pages")
+        rows.tail_start = saved.number("tail_start")
+        rows._check_layout(count, after, saved.where)
+
+        def dense(name: str, tokens: int, capacity: int) -> tuple[Tensor, Tensor]:
+            parts = rows._room(*like, capacity)
+            for part, empty, room in zip(("key", "value"), like, parts, strict=True):
+                shape = (batch, kv_heads, tokens, empty.shape[3])
+                room[:, :, :tokens] = saved.tensor(f"{name}.{part}", [empty.dtype], shape) if tokens else empty
+            return parts
+
+        if rows.window.sinks:
+            rows.sinks = dense("sinks", min(length, rows.window.sinks), rows.window.sinks)
+        if not formats.folds_by_token:
+            held = max(length - rows.tail_start, 0)
+            rows.tail = dense("tail", held, -(-held // TAIL_STEP) * TAIL_STEP)
+        for name, store, one in zip(("keys", "values"), rows.stores, page, strict=False):
+            if count:
+                tensors = {
+                    part: saved.tensor(f"{name}.{part}", [t.dtype], (batch, kv_heads, count, *t.shape[3:]))
+                    for part, t in one.tensors()
+                }
+                store.storage, store.count = replace(one, **tensors, tokens=count * rows.page_size), count  # type: ignore[arg-type]
+        if formats.folds_by_token and after % rows.page_size:
+            rows._check_free_slots(after % rows.page_size, saved.where)
+        saved.done()
+        return rows
+
+    def _check_layout(self, pages: int, after: int, where: str) -> None:
+        """Raise unless `pages` pages and this tail can be those of a row with `after` tokens after the sinks."""
+        dropped, rest = divmod(self.tail_start - self.window.sinks, self.page_size)
+        if self.formats.folds_by_token:
+            fits = pages == -(-after // self.page_size) and dropped == 0
+        elif self.formats.awaits_fit:
+            fits = pages == dropped == 0
+        else:
+            ripe = self._full_pages(self.length, self.window.recent)
+            fits = 0 <= dropped <= pages and ripe <= pages <= after // self.page_size
+        if rest or not fits:
+            raise ValueError(
+                f"{where}pages is {pages} and tail_start {self.tail_start}, which a row of {self.length} tokens does "
+                "not come to"
+            )
+
+    def _check_free_slots(self, part: int, where: str) -> None:
+        """Raise unless the last page is free after `part` tokens: more are to join it."""
+        for store in self.stores:
+            last = store.pages(store.count - 1)
+            free = last.map(lambda t: t.clone())
+            store.form.clear(free, part)
+            if any(not torch.equal(tensor, getattr(free, name)) for name, tensor in last.tensors()):
+                raise ValueError(f"{where}pages hold something after the last token")
 
     # Shrinking and rearranging
 
@@ -406,8 +540,8 @@ class FoldedRows:
         else:
             whole = max(ripe, (self.tail_start - sinks) // size)
             lost = (whole - ripe) * size
-        self.keys.truncate(min(whole, self.keys.count))
-        self.values.truncate(min(whole, self.values.count))
+        for store in self.stores:
+            store.truncate(min(whole, store.count))
         if self.query_energy is not None:  # not fitted for good
             self.query_energy = self.query_energy[:, :, : max(length - sinks, 0)]
             if length < self.fit_tokens:
@@ -418,7 +552,7 @@ class FoldedRows:
     def _crop_tokens(self, kept: int) -> None:
         """Truncate pages to `kept` tokens, clearing the slots that become free."""
         whole, part = divmod(kept, self.page_size)
-        for store in (self.keys, self.values):
+        for store in self.stores:
             store.truncate(-(-kept // self.page_size))
             if part:
                 store.form.clear(store.pages(whole, whole + 1), part)
@@ -430,24 +564,32 @@ class FoldedRows:
         )
         assert self.tail is not None  # a folded page was dense before
         capacity = -(-tokens // TAIL_STEP) * TAIL_STEP
-        self.tail = (_room(self.tail[0], capacity), _room(self.tail[1], capacity))
+        self.tail = self._room(*self.tail, capacity)
         for kept, source in zip(self.tail, (key, value), strict=True):
             kept[:, :, :tokens] = source.to(kept.dtype)
 
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows`, in that order, repeats allowed."""
-        self.keys.select(rows)
-        self.values.select(rows)
+        for store in self.stores:
+            store.select(rows)
         self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
-        self._set_formats(replace(self.formats, keys=self.formats.keys.select(rows)))
+        self._set_formats(self.formats.with_formats(self.formats.keys.select(rows), self.formats.values.select(rows)))
 
     def _map_dense(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.sinks is not None:
-            self.sinks = (fn(self.sinks[0]), fn(self.sinks[1]))
+            self.sinks = self._beside(fn(self.sinks[0]), partial(fn, self.sinks[1]))
         if self.tail is not None:
-            self.tail = (fn(self.tail[0]), fn(self.tail[1]))
+            self.tail = self._beside(fn(self.tail[0]), partial(fn, self.tail[1]))
         if self.query_energy is not None:
             self.query_energy = fn(self.query_energy)
+
+    def _beside(self, key: Tensor, value: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Dense keys, and their values: what `value` makes, or a view of the keys."""
+        return key, key[..., : self.value_dim] if self.formats.shares_pages else value()
+
+    def _room(self, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Storage for `tokens` tokens shaped as these."""
+        return self._beside(_room(key, tokens), partial(_room, value, tokens))
 
     # Reading everything
 

@@ -19,8 +19,9 @@ class PageStore:
 
     GROWTH = 32
 
-    def __init__(self, form: PageForm) -> None:
+    def __init__(self, form: PageForm, origin: int = 0) -> None:
         self.form = form
+        self.origin = origin  # position of the first token
         self.count = 0
         self.storage: Pages | None = None  # capacity included
 
@@ -29,7 +30,8 @@ class PageStore:
         stop = self.count if stop is None else min(stop, self.count)
         assert self.storage is not None
         view = self.storage.map(lambda t: t.narrow(PAGE_DIM, start, stop - start))
-        return replace(view, tokens=(stop - start) * self.form.page_size)
+        size = self.form.page_size
+        return replace(view, tokens=(stop - start) * size, first=self.origin + start * size)
 
     def append(self, pages: Pages) -> None:
         """Add whole pages after the last."""
@@ -93,3 +95,25 @@ class PageStore:
         stored = dict(self.storage.tensors())
         n = pages.code.shape[PAGE_DIM]
         return [(stored[name].narrow(PAGE_DIM, first, n), tensor) for name, tensor in pages.tensors()]
+
+
+class StoreView:
+    """The pages of another stream, read in a form of one's own: values that are a view of keys."""
+
+    def __init__(self, store: PageStore, form: PageForm) -> None:
+        self.store = store
+        self.form = form
+
+    @property
+    def storage(self) -> Pages | None:
+        """Those of the other, capacity included."""
+        return self.store.storage
+
+    @property
+    def count(self) -> int:
+        """Pages held."""
+        return self.store.count
+
+    def pages(self, start: int = 0, stop: int | None = None) -> Pages:
+        """A view of pages `start` to `stop`."""
+        return self.store.pages(start, stop)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from kvfold.cli.bench import bench
 from kvfold.cli.calibrate import calibrate
 from kvfold.cli.compare import compare
+from kvfold.cli.convert import convert
 from kvfold.cli.demo import demo
 from kvfold.cli.eval import evaluate
 from kvfold.cli.formats import formats
@@ -38,6 +39,7 @@ app.command()(compare)
 app.command()(report)
 app.command("plan")(plan_command)
 app.command()(formats)
+app.command()(convert)
 
 
 def main() -> None:

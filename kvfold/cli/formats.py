@@ -1,6 +1,7 @@
 """`kvfold formats`: every format, what it costs, what it is."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -9,13 +10,23 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.attention.dispatch import path_of
-from kvfold.formats import FORMATS, PRESETS, get_formats
+from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, get_formats
+from kvfold.formats.block import BlockFormat
+
+OF_OTHERS = (
+    *(name for name in BLOCKS if name != "float16"), "affine-4", "uniform-4", "turboquant-2.5", "turboquant-3.5",
+    *PAIRS,
+)  # fmt: skip
+"""Formats that other systems define, and pairs by their names for them."""
 
 
 def formats(
     head_dim: Annotated[int, typer.Option(help="Coordinates of a key or value of one head.")] = 128,
     devices: Annotated[
         bool, typer.Option("--devices", help="Say for each device of this machine what reads each format.")
+    ] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="List the formats of other systems, with the bytes of their blocks.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows instead of a table.")] = False,
 ) -> None:
@@ -25,13 +36,20 @@ def formats(
     keys and values one each. Other bits (1 to 8), residuals and page sizes are named the same way:
     kvfold-5, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
     kvfold's keys are fitted to the first 256 tokens of a prompt, which stay dense until then, or by `kvfold calibrate`.
+    --blocks lists formats whose bytes other systems define, and pairs by the names that they give them.
     """
+    names = OF_OTHERS if blocks else FORMATS
     if devices:
-        return _print_paths(head_dim, as_json)
+        return _print_paths(names, head_dim, as_json)
     presets = {name: preset for preset, name in PRESETS.items()}
     rows = []
-    for name in FORMATS:
-        pair = get_formats(name, head_dim, head_dim)
+    for name in names:
+        try:
+            pair = get_formats(name, head_dim, head_dim)
+        except ValueError:  # of another head_dim
+            if not blocks:
+                raise
+            continue
         keys, values = pair.keys, pair.values
         same = keys.summary == values.summary
         rows.append(
@@ -40,6 +58,7 @@ def formats(
                 "preset": presets.get(name),
                 "head_dim": head_dim,
                 "code_bits": keys.bits,
+                "block_bytes": keys.block_bytes if isinstance(keys, BlockFormat) else None,
                 "key_bytes": keys.bytes_per_vector,
                 "value_bytes": values.bytes_per_vector,
                 "page_metadata_bytes": keys.metadata_bytes_per_page + values.metadata_bytes_per_page,
@@ -75,7 +94,7 @@ def formats(
     Console().print(table)
 
 
-def _print_paths(head_dim: int, as_json: bool) -> None:
+def _print_paths(names: Sequence[str], head_dim: int, as_json: bool) -> None:
     """What reads each format on each device of this machine."""
     present = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
     rows = [
@@ -84,7 +103,7 @@ def _print_paths(head_dim: int, as_json: bool) -> None:
             "head_dim": head_dim,
             **{d: path_of(get_formats(name, head_dim, head_dim), d) for d in present},
         }
-        for name in FORMATS
+        for name in names
     ]
     if as_json:
         print(json.dumps(rows, indent=2))

@@ -36,7 +36,7 @@ def plan_command(
     """Project a cache: bytes a token, longest context, users at a given context.
 
     Held bytes count pages, scales, page metadata, dense windows and tables, as `FoldedCache.held_bytes` would.
-    Sliding-window layers hold their window, latent attention its latents, both dense in 16 bits.
+    Sliding-window layers hold their window, dense in 16 bits; latent attention holds its latents, folded once.
 
     kvfold plan --model ./my-model --memory 24GB --context 32768
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from kvfold.attention import BACKENDS
-from kvfold.cache.store import PageStore
+from kvfold.cache.store import PageStore, StoreView
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.kernels import ops
@@ -205,7 +205,7 @@ def _first(output: Any) -> Tensor:
     return tensor
 
 
-def _scale(store: PageStore) -> Tensor:
+def _scale(store: PageStore | StoreView) -> Tensor:
     """Scales of a page's tokens, or else of its channels."""
     pages, transform = store.pages(), store.form.transform
     if pages.scale is not None:
@@ -215,7 +215,7 @@ def _scale(store: PageStore) -> Tensor:
     return transform.invert(scale) if isinstance(transform, ChannelOrder) else scale
 
 
-def _side(a: PageStore, b: PageStore) -> tuple[float, float]:
+def _side(a: PageStore | StoreView, b: PageStore | StoreView) -> tuple[float, float]:
     """Share of equal codes, and mean relative difference of scales."""
     pages_a, pages_b, form = a.pages(), b.pages(), a.form
     if form.bits:

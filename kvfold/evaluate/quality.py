@@ -195,7 +195,12 @@ def codec_errors(dense: DynamicCache, folded: FoldedCache) -> tuple[list[float],
             errors[0].append(nan)
             errors[1].append(nan)
             continue
-        for side, fmt, x in ((0, pair.keys, own.keys), (1, pair.values, own.values)):
+        if pair.shares_pages:  # a latent and its rotary part, in the place of keys and values
+            sides = [(0, pair.keys, torch.cat((own.keys, own.values), -1))]
+            errors[1].append(nan)
+        else:
+            sides = [(0, pair.keys, own.keys), (1, pair.values, own.values)]
+        for side, fmt, x in sides:
             x = x[:, :, pair.window.sinks :].float()
             error = (fmt.unfold(fmt.fold(x)) - x).square().sum() / x.square().sum()
             errors[side].append(error.item())

@@ -1,9 +1,10 @@
 """What every format has in common: fold tokens into the page form, and unfold them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -100,6 +101,33 @@ class Format(ABC):
         """This format with tables made for vectors of which `statistics` tell."""
         return self
 
+    def fit_tables(self) -> dict[str, Tensor]:
+        """What `fitted` made, by name: tables (batch, heads, …) or, from a calibration, (heads, …)."""
+        return {}
+
+    def with_fit_tables(self, tables: Mapping[str, Tensor]) -> "Format":
+        """This format with what `fit_tables` gave.
+
+        Raises
+        ------
+        ValueError
+            If that cannot be what it gave.
+        """
+        if tables:
+            raise ValueError(f"{type(self).__name__} has no tables called {', '.join(tables)}")
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
+        return self  # nothing changes it, and copies of a cache share its tables
+
+    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "Format":
+        """This format in layer `layer` of a model whose RoPE has these frequencies ω_f (None: not known)."""
+        return self
+
+    def sharpness(self, count: Tensor) -> Tensor | None:
+        """Factors on scores of queries that look at `count` tokens each, keys being in this format; None: no rule."""
+        return None
+
     def select(self, rows: Tensor) -> "Format":
         """This format, fitted to a batch, for the batch rows `rows`."""
         return self
@@ -113,7 +141,7 @@ class Format(ABC):
     def encode(self, x: Tensor) -> TokenCodes:
         """Codes, scales and page metadata of one page's tokens each, `x` float32 of (…, T, D)."""
 
-    def fold_from(self, x: Tensor, slot: int = 0) -> Pages:
+    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
         """Pages that hold `x` from slot `slot` of the first one on, and nothing elsewhere.
 
         Parameters
@@ -122,6 +150,8 @@ class Format(ABC):
             Floating point, finite, (…, tokens, head_dim): whole pages unless the format folds by token.
         slot
             0 unless the format folds by token.
+        position
+            Position of the first token in its sequence; few formats care.
         """
         x = x.float()
         if not self.folds_by_token:
@@ -129,7 +159,7 @@ class Format(ABC):
         after = -(slot + x.shape[-2]) % self.page_size
         return self.form.pack(pad_tokens(self.encode(x), slot, after).paged(self.page_size))
 
-    def fold(self, x: Tensor) -> Pages:
+    def fold(self, x: Tensor, position: int = 0) -> Pages:
         """Fold vectors into pages.
 
         Parameters
@@ -138,6 +168,8 @@ class Format(ABC):
             Floating point, finite, shape (…, tokens, head_dim), at least one token. Pages take
             `page_size` tokens each; what is left over makes a part-full last page, which still
             occupies a whole one.
+        position
+            Position of the first token in its sequence; few formats care.
 
         Returns
         -------
@@ -160,7 +192,7 @@ class Format(ABC):
             raise ValueError("x holds a NaN or an infinity: fold takes finite vectors")
         tokens = x.shape[-2]
         whole = tokens if self.folds_by_token else tokens // self.page_size * self.page_size
-        parts = [self.fold_from(x[..., :whole, :])] if whole else []
+        parts = [self.fold_from(x[..., :whole, :], position=position)] if whole else []
         if whole < tokens:
             last = self.encode(x[..., whole:, :].float().unsqueeze(-3))
             parts.append(self.form.pack(pad_tokens(last, 0, self.page_size - (tokens - whole))))
@@ -187,21 +219,17 @@ class Format(ABC):
 
 
 def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
-    """Add tokens of code 0 and scale 0 before and after; they read as nothing if tokens have scales."""
-    return TokenCodes(
-        code=pad(tokens.code, (0, 0, before, after)),
-        scale=None if tokens.scale is None else pad(tokens.scale, (0, 0, before, after)),
-        offset=None if tokens.offset is None else pad(tokens.offset, (0, 0, before, after)),
-        centre=tokens.centre,
-        channel_scale=tokens.channel_scale,
-    )
+    """Add tokens of nothing but zeros before and after."""
+    return tokens.map_tokens(lambda t: pad(t, (0, 0, before, after)))
 
 
 def require_finite(pages: Pages) -> None:
-    """Raise if a scale or centre left float16's range."""
+    """Raise if a scale or centre left the range of its dtype."""
     for name, tensor in pages.tensors():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"the {name} of a page is beyond float16's 65,504: scale the vectors down before folding")
+            limit = f"{torch.finfo(tensor.dtype).max:,.7g}"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"the {name} of a page is beyond {dtype}'s {limit}: scale the vectors down before folding")
 
 
 def _joined(parts: list[Pages]) -> Pages:
@@ -211,7 +239,7 @@ def _joined(parts: list[Pages]) -> Pages:
     first, second = parts
 
     def join(name: str, tensor: Tensor) -> Tensor:
-        dim = -3 if name in ("scale", "offset") else -2  # that of pages
+        dim = -2 if name in ("code", "centre", "channel_scale") else -3  # that of pages
         return torch.cat((tensor, getattr(second, name)), dim)
 
     return first.map_named(join)

@@ -1,13 +1,14 @@
 """Bits where queries look: how kvfold folds keys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import Format, Window
+from kvfold.formats.base import Window
+from kvfold.formats.ordered import Ordered
 from kvfold.formats.page import PageForm, TokenCodes, level_table
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels import ops
@@ -26,7 +27,7 @@ SCALES = 8
 
 
 @dataclass(frozen=True)
-class Channelwise(Format):
+class Channelwise(Ordered):
     """Each channel of a page has its own centre and scale, and bits by how much queries make of it.
 
     x̂ = z + S ⊙ lut[code], with channels in the order of E[q_c²]·Var(k_c): errors in channels that queries hardly
@@ -36,14 +37,7 @@ class Channelwise(Format):
     z is the mean of the page or the middle of its range, S one of `SCALES` steps from the standard deviation to
     what reaches the largest value: whichever leaves the least Σ e⁴. Fourth powers look after outliers, which are the
     tokens that get attention.
-
-    Attributes
-    ----------
-    order
-        Which channel comes when: int16, (heads, D) or (batch, heads, D). None: not fitted, channels as they come.
     """
-
-    order: Tensor | None = field(default=None, compare=False, repr=False)
 
     summary = "Codes with a centre and scale for each channel of a page, more bits where queries look"
     source = "kvfold, after KIVI (arXiv 2402.02750) and reverse water-filling"
@@ -51,10 +45,6 @@ class Channelwise(Format):
     @property
     def window(self) -> Window:
         return Window(sinks=16, recent=24, undo=24)
-
-    @property
-    def folds_by_token(self) -> bool:
-        return False
 
     @property
     def awaits_fit(self) -> bool:
@@ -70,11 +60,6 @@ class Channelwise(Format):
                 f"statistics are of {statistics.key_variance.shape[-1]} channels, the format has {self.head_dim}"
             )
         return replace(self, order=statistics.order())
-
-    def select(self, rows: Tensor) -> "Channelwise":
-        if self.order is None or self.order.ndim == 2:
-            return self
-        return replace(self, order=self.order.index_select(0, rows.to(self.order.device)))
 
     @cached_property
     def form(self) -> PageForm:

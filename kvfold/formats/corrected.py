@@ -70,7 +70,9 @@ class Corrected(Format):
             torch.cat((inverse, inverse @ rule.matrix.mT), dim=-1),
         )
         bits = (*main.bits, *uniform_bits(self.head_dim, 1))
-        return PageForm(2 * self.head_dim, self.page_size, bits, torch.cat((main.lut, signs)), transform, self.lanes)
+        groups = (self.head_dim, self.head_dim)
+        lut = torch.cat((main.lut, signs))
+        return PageForm(2 * self.head_dim, self.page_size, bits, lut, transform, self.lanes, groups)
 
     def encode(self, x: Tensor) -> TokenCodes:
         main = self.base.encode(x)

@@ -9,6 +9,8 @@ For one head, a page of P tokens stands for
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch.nn.functional import pad
 
 from kvfold.kernels import ops
 from kvfold.quant.packing import TILE, Lanes, padded
-from kvfold.quant.transforms import ChannelOrder, Transform
+from kvfold.quant.transforms import AnyTransform
 
 
 @dataclass(eq=False)
@@ -28,7 +30,11 @@ class TokenCodes:
     code
         uint8, (…, T, D).
     scale, offset
-        s and a: float16, (…, T, G); both may be absent, `offset` alone too (s = 1, a = 0).
+        s, float16 or float32, and a, float16: (…, T, G); both may be absent, `offset` alone too (s = 1, a = 0).
+    plain
+        Channels that stay numbers: float16, (…, T, plain_dim); may be absent.
+    beside
+        Bytes that attention does not read: uint8, (…, T, any); may be absent.
     centre, channel_scale
         z and S of the page that these tokens are: float16, (…, D); absent where a format has none.
     """
@@ -36,16 +42,23 @@ class TokenCodes:
     code: Tensor
     scale: Tensor | None = None
     offset: Tensor | None = None
+    plain: Tensor | None = None
+    beside: Tensor | None = None
     centre: Tensor | None = None
     channel_scale: Tensor | None = None
 
+    def map_tokens(self, fn: Callable[[Tensor], Tensor]) -> "TokenCodes":
+        """The same tokens with `fn` applied to each tensor (…, T, ·)."""
+        parts = {name: getattr(self, name) for name in PER_TOKEN}
+        return replace(self, **{name: fn(part) for name, part in parts.items() if part is not None})
+
     def paged(self, page_size: int) -> "TokenCodes":
         """Tokens (…, N·P, ·) of a format without page metadata as pages (…, N, P, ·)."""
+        return self.map_tokens(lambda t: t.unflatten(-2, (-1, page_size)))
 
-        def split(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.unflatten(-2, (-1, page_size))
 
-        return TokenCodes(self.code.unflatten(-2, (-1, page_size)), split(self.scale), split(self.offset))
+PER_TOKEN = ("code", "scale", "offset", "plain", "beside")
+"""Parts of `TokenCodes` that have a token dimension."""
 
 
 @dataclass(eq=False)
@@ -57,19 +70,28 @@ class Pages:
     code
         Packed codes: uint8, (…, N, bytes), laid out by `kvfold.quant.packing`.
     scale, offset
-        s ≥ 0 and a: float16, (…, N, P, G); both may be absent, `offset` alone too (s = 1, a = 0).
+        s, float16 or float32, and a, float16: (…, N, P, G); both may be absent, `offset` alone too (s = 1, a = 0).
+    plain
+        Channels that stay numbers, after the coded ones: float16, (…, N, P, plain_dim); may be absent.
+    beside
+        Bytes of each token that attention does not read: uint8, (…, N, P, any); may be absent.
     centre, channel_scale
         z and S: float16, (…, N, D); absent for z = 0 and S = 1.
     tokens
         How many tokens the N pages stand for; the last page may be part full.
+    first
+        Position of their first token, for formats that must know positions.
     """
 
     code: Tensor
     scale: Tensor | None = None
     offset: Tensor | None = None
+    plain: Tensor | None = None
+    beside: Tensor | None = None
     centre: Tensor | None = None
     channel_scale: Tensor | None = None
     tokens: int = 0
+    first: int = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that is present, by name."""
@@ -105,33 +127,68 @@ class PageForm:
     lut
         Levels of each channel group: float32, (⌈code_dim/16⌉, levels).
     transform
-        R, from D to `code_dim` coordinates.
+        R, from D to `code_dim` coordinates; plain channels pass it by.
     lanes
         "tokens" for keys, "channels" for values: see `kvfold.quant.packing`.
+    groups
+        Channels of each scale group g, `code_dim` in all; kernels want multiples of 16. (): one group.
+    plain_dim
+        Last channels of a vector that are not coded: keys only.
+    unit_levels
+        Whether lut[code] of a token is brought to length 1 before s multiplies it (seed 000); for pages without S and
+        with one scale a token.
+    signed_scale
+        Whether s may be negative.
     """
 
     code_dim: int
     page_size: int
     bits: tuple[int, ...]
     lut: Tensor
-    transform: Transform | ChannelOrder
+    transform: AnyTransform
     lanes: Lanes = "tokens"
+    groups: tuple[int, ...] = ()
+    plain_dim: int = 0
+    unit_levels: bool = False
+    signed_scale: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PageForm":
+        return self  # nothing changes it, and copies of a cache share its tables
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernels read such pages; the reference always does."""
+        return True
+
+    @property
+    def scale_groups(self) -> tuple[slice, ...]:
+        """The channels of each scale group."""
+        stops = list(accumulate(self.groups or (self.code_dim,)))
+        return tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+
+    def rotated_query(self, q: Tensor) -> Tensor:
+        """q̃ = R⁻ᵀ·q and then q's plain channels, (…, code_dim + plain_dim)."""
+        if not self.plain_dim:
+            return self.transform.apply_to_query(q)
+        return torch.cat((self.transform.apply_to_query(q[..., : -self.plain_dim]), q[..., -self.plain_dim :]), -1)
 
     def pack(self, tokens: TokenCodes) -> Pages:
         """Pack tokens (…, N, P, D), whole pages, with page metadata (…, N, D)."""
-        return Pages(
-            code=ops.pack(tokens.code, list(self.bits), self.lanes),
-            scale=tokens.scale,
-            offset=tokens.offset,
-            centre=tokens.centre,
-            channel_scale=tokens.channel_scale,
-            tokens=tokens.code.shape[-3] * self.page_size,
-        )
+        parts = {field.name: getattr(tokens, field.name) for field in fields(tokens) if field.name != "code"}
+        code = ops.pack(tokens.code, list(self.bits), self.lanes)
+        return Pages(code=code, tokens=tokens.code.shape[-3] * self.page_size, **parts)
+
+    def unpack(self, pages: Pages) -> TokenCodes:
+        """Undo `pack`: tokens (…, N, P, D)."""
+        parts = {field.name: getattr(pages, field.name) for field in fields(TokenCodes) if field.name != "code"}
+        return TokenCodes(ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes), **parts)
 
     def levels(self, pages: Pages) -> Tensor:
         """S ⊙ lut[code]: float32, (…, N, P, D). The only place where codes are looked up."""
         lut = self.lut.to(pages.code.device)
         levels = ops.unpack_levels(pages.code, lut, self.page_size, self.code_dim, list(self.bits), self.lanes)
+        if self.unit_levels:
+            levels = levels / levels.square().sum(-1, keepdim=True).sqrt()
         if pages.channel_scale is not None:
             levels = levels * pages.channel_scale.float().unsqueeze(-2)
         return levels
@@ -142,33 +199,64 @@ class PageForm:
         y = self.lut.to(tokens.code.device)[group, tokens.code.long()]
         if tokens.channel_scale is not None:
             y = y * tokens.channel_scale.float().unsqueeze(-2)
-        y = _scaled(y, tokens.scale, tokens.offset)
+        y = self.scaled(y, tokens.scale, tokens.offset)
         return y if tokens.centre is None else add_first(y, tokens.centre.float().unsqueeze(-2))
 
     def clear(self, pages: Pages, slot: int) -> None:
-        """Make slots from `slot` on of each page read as nothing, in place; for pages whose tokens have scales."""
-        assert pages.scale is not None
+        """Make slots from `slot` on of each page as if nothing had been there, in place."""
         code = ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes)
         code[..., slot:, :] = 0
         pages.code.copy_(ops.pack(code, list(self.bits), self.lanes))
-        for per_token in (pages.scale, pages.offset):
-            if per_token is not None:
-                per_token[..., slot:, :] = 0
+        for name, part in pages.tensors():
+            if name in PER_TOKEN and name != "code":
+                part[..., slot:, :] = 0
 
     def unfold(self, pages: Pages) -> Tensor:
         """x̂ of every token: float32, (…, tokens, D)."""
-        y = _scaled(self.levels(pages), pages.scale, pages.offset)
+        y = self.scaled(self.levels(pages), pages.scale, pages.offset)
         if pages.centre is not None:
             y = add_first(y, pages.centre.float().unsqueeze(-2))
-        return self.transform.invert(y).flatten(-3, -2)[..., : pages.tokens, :]
+        x = self.transform.invert(y)
+        if self.plain_dim:
+            assert pages.plain is not None
+            x = torch.cat((x, pages.plain.float()), -1)
+        return x.flatten(-3, -2)[..., : pages.tokens, :]
+
+    def scaled(self, y: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
+        """a + s·y for y (…, P, D) and s, a (…, P, G)."""
+        if scale is None:
+            return y
+        parts = []
+        for g, channels in enumerate(self.scale_groups):
+            part = y[..., channels] * scale[..., g, None].float()
+            parts.append(part if offset is None else part + offset[..., g, None].float())
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _scaled(y: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """a + s·y for y (…, P, D) and s, a (…, P, G)."""
-    if scale is None:
-        return y
-    y = y.unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)
-    return (y if offset is None else y + offset.float().unsqueeze(-1)).flatten(-2)
+@dataclass(frozen=True, eq=False)
+class FirstChannels(PageForm):
+    """Reads the first `code_dim` channels of pages whose own form is `whole`: values that are a view of keys."""
+
+    whole: PageForm = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, whole: PageForm, code_dim: int, transform: AnyTransform) -> "FirstChannels":
+        """The view of `whole`'s first `code_dim` coded channels, which are a multiple of 16 and whole scale groups."""
+        groups, held = [], 0
+        for width in whole.groups or (whole.code_dim,):
+            if held < code_dim:
+                groups.append(min(width, code_dim - held))
+            held += width
+        own = {field.name: getattr(whole, field.name) for field in fields(PageForm)}
+        own |= {"code_dim": code_dim, "transform": transform, "groups": tuple(groups), "plain_dim": 0}
+        return cls(**own, whole=whole)
+
+    @property
+    def kernels(self) -> bool:
+        return bool(self.bits)
+
+    def levels(self, pages: Pages) -> Tensor:
+        return self.whole.levels(pages)[..., : self.code_dim]
 
 
 def add_first(y: Tensor, centre: Tensor) -> Tensor:

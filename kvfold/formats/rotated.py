@@ -50,7 +50,7 @@ class Rotated(Format):
         code, scale, centre = rotated.encode(x, self._code)
         return TokenCodes(code=code, scale=scale.unsqueeze(-1), centre=centre)
 
-    def fold_from(self, x: Tensor, slot: int = 0) -> Pages:
+    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
         how = self._code
         signs, mix = (how.transform.signs, how.transform.mix) if isinstance(how.transform, Hadamard) else (None, None)
         code, scale, centre = ops.fold_rotated(

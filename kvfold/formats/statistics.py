@@ -27,10 +27,13 @@ class KeyStatistics:
         E[q_c²] over the queries that read the head: float32, (heads, D) or (batch, heads, D).
     key_variance
         Mean variance of k_c within a page, of the same shape.
+    energy
+        E[k_c²], of the same shape; None if it is not known, as from a calibration.
     """
 
     query_energy: Tensor
     key_variance: Tensor
+    energy: Tensor | None = None
 
     @classmethod
     def of(cls, keys: Tensor, query_energy: Tensor, page_size: int) -> "KeyStatistics":
@@ -45,8 +48,13 @@ class KeyStatistics:
         size = min(page_size, tokens)
         pages = keys[..., : tokens // size * size, :].float().unflatten(-2, (-1, size))
         variance = pages.var(-2, correction=0).mean(-2)
-        energy = query_energy.float().mean(-2) if query_energy.shape[-2] else torch.ones_like(variance)
-        return cls(energy, variance)
+        queries = query_energy.float().mean(-2) if query_energy.shape[-2] else torch.ones_like(variance)
+        return cls(queries, variance, keys.float().square().mean(-2))
+
+    def first(self, channels: int) -> "KeyStatistics":
+        """Those of the first `channels` channels."""
+        energy = None if self.energy is None else self.energy[..., :channels]
+        return KeyStatistics(self.query_energy[..., :channels], self.key_variance[..., :channels], energy)
 
     @property
     def importance(self) -> Tensor:

@@ -31,6 +31,11 @@ class Transform:
     matrix: Tensor
     general_inverse: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("matrix", "general_inverse"):  # kernels read them from their address
+            own = getattr(self, name)
+            object.__setattr__(self, name, None if own is None else own.contiguous())
+
     @property
     def inverse(self) -> Tensor:
         """R⁻¹, shape (D, D), float32."""
@@ -105,6 +110,41 @@ class ChannelOrder:
     def _index(self, x: Tensor) -> Tensor:
         index = self.order.to(x.device).long()[..., None, None, :]
         return index[(None,) * (x.ndim - index.ndim)]
+
+
+@dataclass(frozen=True, eq=False)
+class OrderedMatrix:
+    """A permutation of each head's channels and then an orthogonal matrix that heads share, as `Transform`.
+
+    Attributes
+    ----------
+    order
+        The permutation.
+    matrix
+        Orthogonal, (D, D), float32.
+    """
+
+    order: ChannelOrder
+    matrix: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds."""
+        return (*self.order.tensors(), self.matrix)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """R·x for every row of `x` (…, heads, n, m, D)."""
+        return self.order.apply(x) @ self.matrix.to(x.device, x.dtype).mT
+
+    def invert(self, y: Tensor) -> Tensor:
+        """R⁻¹·y for every row of `y`."""
+        return self.order.invert(y @ self.matrix.to(y.device, y.dtype))
+
+    def apply_to_query(self, q: Tensor) -> Tensor:
+        """The same as `apply`, as R is orthogonal."""
+        return self.apply(q)
+
+
+AnyTransform = Transform | ChannelOrder | OrderedMatrix
 
 
 @lru_cache(maxsize=256)

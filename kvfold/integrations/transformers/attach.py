@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from kvfold.attention import BACKENDS, attend, attend_dense
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.handle import FoldedHandle, appended_of
+from kvfold.integrations.transformers.latent import from_latent, latent_modules, leave_folded, to_latent
 
 logger = logging.getLogger("kvfold")
 
@@ -66,6 +67,9 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     for module in {id(model): model, id(decoder): decoder}.values():
         hooks.append(module.register_forward_pre_hook(_before_forward, with_kwargs=True))
         hooks.append(module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
+    hooks.append(decoder.register_forward_pre_hook(_show_model, with_kwargs=True))
+    for latent in latent_modules(decoder):
+        latent.expand_kv = leave_folded(latent.expand_kv)  # type: ignore[assignment, arg-type]
     setattr(model, _STATE, (before, hooks))
     return True
 
@@ -77,6 +81,8 @@ def detach(model: PreTrainedModel) -> None:
     before, hooks = getattr(model, _STATE)
     for hook in hooks:
         hook.remove()
+    for latent in latent_modules(model):
+        vars(latent).pop("expand_kv", None)
     _restore(before)
     delattr(model, _STATE)
 
@@ -115,6 +121,12 @@ def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         cache.set_padding(mask)
 
 
+def _show_model(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = _argument(decoder, args, kwargs, "past_key_values")
+    if isinstance(cache, FoldedCache):
+        cache.read_by(decoder)
+
+
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache = _argument(module, args, kwargs, "past_key_values")
     if isinstance(cache, FoldedCache):
@@ -149,9 +161,12 @@ def _attention(
             )
         if kwargs.get("position_bias") is not None:
             raise ValueError("this model adds position biases to its scores, which folded attention does not take")
+        latent = appended.layer.values_of_keys
         out = attend(
-            query, appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux, backend=backend
-        )
+            to_latent(module, query) if latent else query,
+            appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux, backend=backend,
+        )  # fmt: skip
+        out = from_latent(module, out) if latent else out
     elif softcap is not None or s_aux is not None:
         out = attend_dense(query, key, value, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
     else:

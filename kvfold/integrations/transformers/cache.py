@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -14,8 +14,22 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
+from kvfold.cache.saved import Contents, read, write
 from kvfold.formats import DEFAULT, get_formats
+from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
+from kvfold.integrations.transformers.origin import Origin
+from kvfold.integrations.transformers.rope import rope_frequencies
+from kvfold.integrations.transformers.saving import (
+    KIND,
+    VERSION,
+    batch_and_tokens,
+    config_from_saved,
+    config_to_saved,
+    held_by_layer,
+    layer_from_saved,
+    layer_to_saved,
+)
 
 logger = logging.getLogger("kvfold")
 
@@ -44,6 +58,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
         fitted, such as "kvfold-4". None: they go by the first 256 tokens of each sequence, which stay dense until
         then.
+    sharpen
+        Whether attention scales scores against what tbq and tbqp codes of keys do to them (head_dim 64 and 256).
 
     Raises
     ------
@@ -67,6 +83,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         policy: Policy | None = None,
         dense_dtype: torch.dtype | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
+        sharpen: bool = False,
     ) -> None:
         if format is not None and policy is not None:
             raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
@@ -81,26 +98,36 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if calibration is not None:
             self._check_calibration(calibration)
         self.forward_pass = ForwardPass()
+        self.origin = Origin()
+        self.ids: Tensor | None = None
         layers = DynamicCache(config=config).layers
         for i, layer in enumerate(layers):
             fmt = policy.format_of(i, len(layers))
             if fmt is not None and self._folds(layer, i):
-                shape = self._expected_shape(i)
-                fitted = False
-                if shape is not None:  # raises if the format cannot take this head_dim
-                    fitted = get_formats(fmt, shape[1], shape[1]).awaits_fit
+                shape, latent = self._expected_shape(i), self._latent()
+                fitted, frequencies = False, None
+                if latent is not None:
+                    fitted = get_formats(fmt, sum(latent), latent[0], values_of_keys=True).keys.awaits_fit
+                elif shape is not None:  # raises if the format cannot take this head_dim
+                    frequencies = rope_frequencies(self.text_config, shape[1])
+                    fitted = get_formats(fmt, shape[1], shape[1]).at(i, frequencies).keys.awaits_fit
                 statistics = None
                 if calibration is not None:
                     statistics = calibration.layers.get(i)
                     if statistics is None and fitted:
                         raise ValueError(f"the calibration has no layer {i}: calibrate this model")
-                layers[i] = FoldedLayer(LayerCache(fmt, i, dense_dtype, policy.window, statistics), self.forward_pass)
+                folded = LayerCache(fmt, i, dense_dtype, policy.window, statistics, frequencies, sharpen=sharpen)
+                layers[i] = (
+                    FoldedLayer(folded, self.forward_pass)
+                    if latent is None
+                    else LatentLayer(folded, self.forward_pass, rank=latent[0], rope=latent[1])
+                )
         wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
         if wanted and not any(isinstance(layer, FoldedLayer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             logger.warning(
-                "no layer of this %s config folds (its layers are %s), so this cache is dense: sliding-window, linear "
-                "and latent attention are not folded",
+                "no layer of this %s config folds (its layers are %s), so this cache is dense: sliding-window and "
+                "linear attention are not folded",
                 self.text_config.model_type, kinds,
             )  # fmt: skip
         super().__init__(layers=layers)
@@ -118,10 +145,14 @@ class FoldedCache(Cache):  # type: ignore[misc]
             )
 
     def _folds(self, layer: object, index: int) -> bool:
-        """Whether a layer holds plain keys and values that grow with every token."""
-        latent = getattr(self.text_config, "kv_lora_rank", None) is not None
+        """Whether a layer holds keys and values, or latents, that grow with every token."""
         cross = getattr(self.text_config, "cross_attention_layers", None) or ()
-        return type(layer) is DynamicLayer and not latent and index not in cross
+        return type(layer) is DynamicLayer and index not in cross
+
+    def _latent(self) -> tuple[int, int] | None:
+        """Channels of the latent and of the rotary part in multi-head latent attention; None in any other."""
+        rank, rope = (getattr(self.text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+        return (rank, rope) if isinstance(rank, int) and isinstance(rope, int) else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -184,6 +215,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def _expected_shape(self, layer_idx: int) -> tuple[int, int] | None:
         """(kv_heads, head_dim) of a layer's keys by the config, or None if it is not told simply."""
         config = self.text_config
+        if self._latent() is not None:
+            return None
         per_layer = getattr(config, "per_layer_config", None)
         config = per_layer[layer_idx] if per_layer is not None else config
         heads = getattr(config, "num_attention_heads", None)
@@ -207,10 +240,134 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """Forget every token."""
         super().reset()
         self.forward_pass.padding = None
+        self.origin, self.ids = Origin(), None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def read_by(self, decoder: nn.Module) -> None:
+        """Called when an attached model's decoder starts a forward pass.
+
+        Raises
+        ------
+        ValueError
+            If this cache was loaded from a file, and another model filled it.
+        """
+        if not self.origin.is_model(decoder):
+            if not held_by_layer(self.layers, self.text_config):
+                self.origin = Origin()
+            self.origin.see(decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies begin between two forward passes: what undoes a pass is bound to the layers of this cache.
+        return {**vars(self), "_before": None, "_updated_last": len(self.layers)}
+
+    # Into a file and back
+
+    def save(self, path: str | os.PathLike[str], *, ids: Tensor | None = None) -> None:
+        """Write this cache into one safetensors file, whole or not at all.
+
+        The file tells formats, the model's config and, if an attached model filled the cache and still exists, a
+        fingerprint of its weights.
+
+        Parameters
+        ----------
+        path
+            The file; one that is there is replaced once the new one is complete.
+        ids
+            The token ids that the cache holds, (batch, tokens) or (tokens,), for whoever continues them: `load` gives
+            them back as `ids`.
+
+        Raises
+        ------
+        ValueError
+            If a layer is of a class whose state is not known, `ids` are not of as many tokens as the cache holds, or
+            a forward pass is under way.
+        OSError
+            If the file cannot be written.
+        """
+        held = batch_and_tokens(self.layers, self.text_config)
+        saved = Contents({"config": config_to_saved(self.text_config), "layers": len(self.layers)})
+        saved.data["padding"] = None if self.forward_pass.padding is None else list(self.forward_pass.padding)
+        saved.data["model"] = self.origin.fingerprint() if held else None
+        saved.data["ids"] = ids is not None
+        if ids is not None:
+            ids = ids[None] if ids.ndim == 1 else ids
+            rows, tokens = held or (ids.shape[0], 0)
+            if ids.is_floating_point() or tuple(ids.shape) != (rows, tokens):
+                raise ValueError(
+                    f"ids are {ids.dtype} of the shape {tuple(ids.shape)}: give those of the {tokens} tokens that the "
+                    f"cache holds, ({rows}, {tokens}) integers; generate's last token is not among them"
+                )
+            saved.tensors["ids"] = ids.long()
+        for i, layer in enumerate(self.layers):
+            saved.put(f"layer{i}", layer_to_saved(layer, i))
+        write(path, KIND, VERSION, saved)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], config: PreTrainedConfig | None = None) -> "FoldedCache":
+        """Read a cache that `save` wrote, onto the CPU; it goes on as if it had never been saved.
+
+        An attached model is compared with the one that filled the cache at its first forward pass, by the fingerprint
+        in the file. The cache's `ids` are those that `save` was given: they do not grow with it.
+
+        Parameters
+        ----------
+        path
+            The file.
+        config
+            The config of the model that is to read it, which must agree with the saved one in all that shapes keys
+            and values; None for the saved one, if transformers knows its `model_type`.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no saved cache, of another version, damaged, or of another model's config.
+        """
+        saved = read(path, KIND, VERSION)
+        try:
+            return cls._from_saved(saved, config)
+        except ValueError as error:
+            raise ValueError(f"path = {str(path)!r}: {error}") from None
+
+    @classmethod
+    def _from_saved(cls, saved: Contents, config: PreTrainedConfig | None) -> "FoldedCache":
+        own = config_from_saved(saved.take("config", dict), config)
+        parts = [saved.part(f"layer{i}") for i in range(saved.number("layers"))]
+        formats = [(i, part.data.get("format", "dense")) for i, part in enumerate(parts)]
+        if any(not isinstance(format, str) for _, format in formats):
+            raise ValueError("a layer's format is no name")
+        policy = Policy(DEFAULT, exceptions=formats)
+        try:
+            cache = cls(own, policy=policy)
+        except Exception as error:
+            if config is not None or isinstance(error, ValueError):
+                raise
+            raise ValueError(f"the saved config makes no cache ({error}): give config=model.config") from None
+        if len(cache.layers) != len(parts):
+            raise ValueError(f"the file has {len(parts)} layers, a cache of its config {len(cache.layers)}")
+        for i, (layer, part) in enumerate(zip(cache.layers, parts, strict=True)):
+            layer_from_saved(layer, part, i)
+            if isinstance(layer, FoldedLayer) and layer.folded.shape is not None:
+                batch, kv_heads, key_dim, _ = layer.folded.shape
+                cache._check_shape(torch.empty(batch, kv_heads, 0, key_dim), i)
+            elif cache._folds(layer, i) and layer.is_initialized:
+                cache._check_shape(layer.keys, i)
+        held = batch_and_tokens(cache.layers, cache.text_config)
+        if not saved.lacks("padding"):
+            cache.forward_pass.padding = saved.numbers("padding")
+        if not saved.lacks("model"):
+            model = saved.part("model")
+            cache.origin = Origin({name: model.take(name, str) for name in ("weights", "dtype")})
+            model.done()
+        if saved.take("ids", bool):
+            cache.ids = saved.tensor("ids", [torch.int64], held or (None, 0))
+        saved.done()
+        return cache
 
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables."""
-        return held_bytes(self.layers)
+        return held_bytes(self.layers, self.ids)
 
     def bits_per_value(self) -> float:
         """Held bits for each number that a dense cache would hold; NaN while empty."""
@@ -219,7 +376,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def report(self) -> CacheReport:
         """What is held, layer by layer, walked tensor by tensor."""
         rows = []
-        tables: list[object] = []
+        tables: list[object] = [self.ids]
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
                 own = [

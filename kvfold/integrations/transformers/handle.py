@@ -40,7 +40,11 @@ class FoldedHandle(Tensor):
             "this model computes with cached keys or values before its attention function, so they are unfolded at "
             "every step: answers are right, but it takes time and a dense copy of one layer"
         )
-        return self.appended.layer.unfold(self.dtype)[self.part]
+        layer = self.appended.layer
+        key, value = layer.unfold(self.dtype)
+        if layer.values_of_keys:  # then it stands for the latent or the rotary part of keys
+            key, value = value, key[..., value.shape[-1] :]
+        return (key, value)[self.part]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

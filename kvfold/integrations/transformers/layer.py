@@ -63,8 +63,9 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Dense ones are made of the unfolded past and this call's own tokens as they are.
         """
+        key, value = self.as_stored(key_states, value_states)
         if self.forward_pass.reads_folded:
-            appended = self.folded.append(key_states, value_states, self.forward_pass.padding)
+            appended = self.folded.append(key, value, self.forward_pass.padding)
             warn = self.forward_pass.warn_once
             return FoldedHandle(appended, key_states, 0, warn), FoldedHandle(appended, value_states, 1, warn)
         self.forward_pass.warn_once(
@@ -73,10 +74,16 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
             "lets attention read it folded."
         )
         past = self.folded.unfold(key_states.dtype) if self.folded.columns else None
-        self.folded.observe(None, self.folded.append(key_states, value_states, self.forward_pass.padding))
+        self.folded.observe(None, self.folded.append(key, value, self.forward_pass.padding))
         if past is None:
             return key_states, value_states
+        if self.folded.values_of_keys:
+            past = past[1], past[0][..., past[1].shape[-1] :]
         return torch.cat((past[0], key_states), dim=2), torch.cat((past[1], value_states), dim=2)
+
+    def as_stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values to fold, of what the model gives."""
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""

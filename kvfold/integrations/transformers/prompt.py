@@ -23,11 +23,14 @@ class Answer:
         How many.
     seconds
         Time from the last prompt token to the last new one.
+    ids
+        Token ids of the prompt and the answer, (1, T).
     """
 
     text: str
     tokens: int
     seconds: float
+    ids: Tensor
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,11 +60,11 @@ def read_prompt(
     chunk: int = 512,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Fill `cache` with all of `ids` (1, T) but the last token, in chunks.
+    """Fill `cache`, which may hold the first of them already, with all of `ids` (1, T) but the last token, in chunks.
 
     `progress` is called with the number of tokens read after each chunk.
     """
-    for start in range(0, ids.shape[1] - 1, chunk):
+    for start in range(cache.get_seq_length(), ids.shape[1] - 1, chunk):
         part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         progress(part.shape[1])
@@ -90,4 +93,4 @@ def answer(
     )
     seconds = time.perf_counter() - start
     new = out[0, ids.shape[1] :]
-    return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds)
+    return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds, out)

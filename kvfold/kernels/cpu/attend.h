@@ -12,20 +12,32 @@
 
 namespace kvfold {
 
+enum class Dtype : int { float32, float16, bfloat16 };
+
 // The keys, or the values, of a layer's pages. Strides are in elements and lead from a batch row or head to the next;
 // pages of a head follow each other.
 struct Side {
   const std::uint8_t* code = nullptr;
   std::size_t code_batch = 0, code_head = 0;
   PageShape shape{};  // head_dim is the width of a code; bits is null for pages of float16 numbers
+  std::size_t page_bytes = 0;     // from the codes of one page to those of the next
+  std::size_t skipped_bytes = 0;  // of each row of tiles: codes of channels beyond those that are read
   const float* lut = nullptr;
   std::size_t lut_stride = 0;
-  // float16: of each token and group, (pages, page_size, groups); both, or offset alone, may be null. scale is not negative.
-  const std::uint16_t *scale = nullptr, *offset = nullptr;
+  bool unit_levels = false;  // whether the levels of a token are brought to length 1
+  // Of each token and group, (pages, page_size, groups); both, or offset alone, may be null. offset is float16.
+  const void* scale = nullptr;
+  Dtype scale_dtype = Dtype::float16;
+  bool signed_scale = false;  // whether a scale may be negative
+  const std::uint16_t* offset = nullptr;
   std::size_t scale_batch = 0, scale_head = 0, groups = 1;
+  const std::uint8_t* group_of_tile = nullptr;  // of each 16 channels; null if there is one group
   // float16: of each page, (pages, centre_dim); may be null.
   const std::uint16_t *centre = nullptr, *channel_scale = nullptr;
   std::size_t centre_batch = 0, centre_head = 0, centre_dim = 0;
+  // float16: channels after the coded ones, as they are, (pages, page_size, plain_dim); may be null.
+  const std::uint16_t* plain = nullptr;
+  std::size_t plain_batch = 0, plain_head = 0, plain_dim = 0;
 };
 
 // R of one side: kvfold/quant/transforms.py.
@@ -36,14 +48,13 @@ struct Rotation {
   std::size_t dim = 0, code_dim = 0;
   const float* matrix = nullptr;   // matrix: (code_dim, dim)
   const float* inverse = nullptr;  // matrix: (dim, code_dim); null if R is orthogonal
-  const std::int16_t* order = nullptr;  // order: (batch, head, dim), with strides 0 to share
+  // order: (batch, head, dim), with strides 0 to share. matrix: that comes before it, if R is orthogonal; may be null.
+  const std::int16_t* order = nullptr;
   std::size_t order_batch = 0, order_head = 0;
   const float* signs = nullptr;  // hadamard: (dim)
   const float* mix = nullptr;    // hadamard: (dim / power)², null if that is 1
   std::size_t power = 1;         // hadamard: the largest power of two that divides dim
 };
-
-enum class Dtype : int { float32, float16, bfloat16 };
 
 // Dense tokens at consecutive positions, strides as above; a query reads those from its `start` to before its `stop`.
 struct Span {

@@ -27,8 +27,9 @@ class Worker {
  public:
   Worker(const Attention& job)
       : job_(job),
-        key_page_(job.keys),
-        value_page_(job.values),
+        key_page_(job.keys, Layout::channels_first),
+        value_page_(job.values, Layout::tokens_first),
+        key_width_(job.keys.shape.head_dim + job.keys.plain_dim),
         rotated_width_(padded(job.values.shape.head_dim)),
         plain_width_(padded(job.value_dim)),
         size_(job.keys.shape.page_size),
@@ -112,8 +113,7 @@ class Worker {
 #endif
     {
       key_page_.unfold(code);
-      multiply<false>(count_, job_.keys.shape.head_dim, size_, rotated_query, job_.keys.shape.head_dim, key_page_.data(),
-                      size_, scores, size_);
+      multiply<false>(count_, key_width_, size_, rotated_query, key_width_, key_page_.data(), size_, scores, size_);
     }
     code = value_page_.find(batch_, head_, page);
     for (std::size_t r = 0; r < count_; ++r) weigh(state, r, scores + r * size_, start, size_, size_, nullptr, job_.folded_stop);
@@ -197,7 +197,7 @@ class Worker {
 
   const Attention& job_;
   Page key_page_, value_page_;
-  std::size_t rotated_width_, plain_width_, size_;
+  std::size_t key_width_, rotated_width_, plain_width_, size_;
   Buffer scores_, dense_key_, dense_value_;
 #ifdef __AVX512VNNI__
   IntegerKeys integer_keys_;
@@ -211,7 +211,7 @@ class Worker {
 
 bool in_integers([[maybe_unused]] const Side& side) {
 #ifdef __AVX512VNNI__
-  const Page page(side);
+  const Page page(side, side.shape.lanes_are_tokens ? Layout::channels_first : Layout::tokens_first);
   return side.shape.lanes_are_tokens ? IntegerKeys(page).fits() : IntegerValues(page).fits();
 #else
   return false;
@@ -228,7 +228,7 @@ bool attend(const Attention& job) {
   const std::size_t threads = std::min(static_cast<std::size_t>(std::max(job.threads, 1)), worthwhile);
   const std::size_t wanted = units >= 4 * threads ? 1 : (4 * threads + units - 1) / units;
   const std::size_t splits = threads == 1 ? 1 : std::clamp<std::size_t>(blocks / 4, 1, wanted);
-  const std::size_t key_width = job.keys.shape.head_dim, value_width = job.values.shape.head_dim;
+  const std::size_t coded = job.keys.shape.head_dim, key_width = coded + job.keys.plain_dim, value_width = job.values.shape.head_dim;
   const std::size_t rotated_width = padded(value_width), plain_width = padded(job.value_dim);
   const std::unique_ptr<State[]> states(new State[units * splits]);
   Buffer queries(heads * rows * job.key_dim), rotated_queries(heads * rows * key_width);
@@ -245,6 +245,7 @@ bool attend(const Attention& job) {
       float *query = &queries[i * job.key_dim], *rotated = &rotated_queries[i * key_width];
       for (std::size_t c = 0; c < job.key_dim; ++c) query[c] = from(job.query_dtype, job.query, at + c) * job.scaling;
       key_rotator.apply_to_query(query, rotated, batch, head);
+      std::copy(query + job.key_dim - job.keys.plain_dim, query + job.key_dim, rotated + coded);
       float nothing = 0;  // NaN once a number is not finite
       for (std::size_t c = 0; c < key_width; ++c) nothing += rotated[c] * 0.0f;
       finite = finite && nothing == 0.0f;

@@ -3,7 +3,8 @@
 //
 // A level is middle + step · number. That is exact for codebooks on such a grid, and elsewhere far below the distance of
 // levels of up to 4 bits. Weights of values have 8 bits, with a scale a page. Queries have 8, with a scale for each segment
-// of tiles that need equal precision, and 16 where levels have 5 or 6: few channels have so many, and large queries.
+// of tiles that need equal precision, and 16 where levels have 5 or 6 (few channels have so many, and large queries) or
+// tokens have offsets (which leave small errors, in channels of all sizes).
 #pragma once
 
 #include <memory>
@@ -74,21 +75,21 @@ constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid
 // The codebooks of one side's channel tiles in 8-bit numbers.
 class Numbers {
  public:
-  // Neighbouring channel tiles with equal bits; `before` is the sum of the bits of all tiles before them.
+  // Neighbouring channel tiles with equal bits, of one scale group; `before` is the sum of the bits of all tiles before.
   struct Run {
     unsigned bits;
-    std::size_t first, count, before;
+    std::size_t first, count, before, group;
   };
 
-  // Neighbouring runs that share a scale of the other factor: those of up to 2 bits, or one run of more.
+  // Neighbouring runs of one scale group that share a scale of the other factor: those of up to 2 bits, or one of more.
   struct Segment {
-    std::size_t first, count, first_tile, tiles;
+    std::size_t first, count, first_tile, tiles, group;
     bool two_bytes;
   };
 
   // Numbers are stored with `bias` added.
   Numbers(const Side& side, unsigned most_bits, int bias) : tiles_(padded(side.shape.head_dim) / kTile) {
-    fits_ = side.shape.bits && side.groups == 1;
+    fits_ = side.shape.bits && !side.plain && !side.unit_levels;
     if (!fits_) return;
     tables_ = Buffer(tiles_ * 64 / sizeof(float)), step_ = Buffer(tiles_), middle_ = Buffer(tiles_);
     runs_.reset(new Run[tiles_]), segments_.reset(new Segment[tiles_]);
@@ -96,11 +97,13 @@ class Numbers {
       const unsigned bits = side.shape.bits[g];
       fits_ = fits_ && bits <= most_bits;
       if (!fits_) return;
-      if (!run_count_ || runs_[run_count_ - 1].bits != bits) {
-        const bool joins = run_count_ && bits <= 2 && runs_[run_count_ - 1].bits <= 2;
-        if (!joins) segments_[segment_count_++] = {run_count_, 0, g, 0, bits > 4};
+      const std::size_t group = side.group_of_tile ? side.group_of_tile[g] : 0;
+      const Run* last = run_count_ ? &runs_[run_count_ - 1] : nullptr;
+      if (!last || last->bits != bits || last->group != group) {
+        const bool joins = last && bits <= 2 && last->bits <= 2 && last->group == group;
+        if (!joins) segments_[segment_count_++] = {run_count_, 0, g, 0, group, bits > 4 || side.offset};
         ++segments_[segment_count_ - 1].count;
-        runs_[run_count_++] = {bits, g, 0, sum_};
+        runs_[run_count_++] = {bits, g, 0, sum_, group};
       }
       ++runs_[run_count_ - 1].count, ++segments_[segment_count_ - 1].tiles;
       sum_ += bits;
@@ -108,7 +111,7 @@ class Numbers {
       const std::size_t count = std::size_t{1} << bits;
       const auto [low, high] = std::minmax_element(lut, lut + count);
       middle_[g] = 0.5f * (*low + *high);
-      step_[g] = std::max(*high - *low, 1e-30f) / 254.0f;
+      step_[g] = std::max(*high - *low, 1e-30f) / numbers_of(lut, count);
       auto* table = reinterpret_cast<std::uint8_t*>(tables_.data()) + 64 * g;
       for (std::size_t i = 0; i < 64; ++i) {
         const float exact = (lut[i % count] - middle_[g]) / step_[g], number = std::rint(exact);
@@ -116,6 +119,14 @@ class Numbers {
         table[i] = static_cast<std::uint8_t>(static_cast<int>(number) + bias);
       }
     }
+  }
+
+  // How many numbers lie between the least and the largest level: 254, or fewer if that makes even levels exact.
+  static float numbers_of(const float* lut, std::size_t count) {
+    const float distance = (lut[count - 1] - lut[0]) / static_cast<float>(count - 1);
+    for (std::size_t i = 0; i < count; ++i)
+      if (std::fabs(lut[i] - lut[0] - distance * static_cast<float>(i)) > 1e-4f * std::fabs(distance)) return 254.0f;
+    return static_cast<float>(254 - 254 % (count - 1));
   }
 
   bool fits() const { return fits_; }

@@ -30,17 +30,19 @@ class IntegerKeys {
       block_count_ = blocks;
       query_ = Buffer(blocks * kBlock * width_), steps_ = Buffer(blocks * kBlock * width_);
       upper_ = Buffer(blocks * width_), lower_ = Buffer(blocks * width_);
-      blocks_.reset(new Block[blocks]);
-      worth_ = Buffer(blocks * numbers_.segment_count() * kBlock);
+      parts_.reset(new Part[blocks * numbers_.segment_count()]), centre_ = Buffer(blocks * kBlock);
     }
     for (std::size_t r = 0; r < rows; ++r) {
-      float total = 0;
       for (std::size_t c = 0; c < side_.shape.head_dim; ++c) {
         const float q = query[r * side_.shape.head_dim + c];
-        total += q;
         query_[r * width_ + c] = q, steps_[r * width_ + c] = q * numbers_.step(c / kTile);
       }
-      blocks_[r / kBlock].total[r % kBlock] = total;
+      for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
+        const std::size_t first = numbers_.segment(i).first_tile * kTile, count = numbers_.segment(i).tiles * kTile;
+        float total = 0;
+        for (std::size_t c = first; c < std::min(first + count, side_.shape.head_dim); ++c) total += query_[r * width_ + c];
+        part(r, i).total[r % kBlock] = total;
+      }
     }
     if (!side_.channel_scale) in_blocks(rows, [&](auto some, std::size_t r) { round<some()>(r); });
   }
@@ -60,43 +62,37 @@ class IntegerKeys {
   }
 
  private:
-  struct alignas(16) Block {
-    float base[kBlock] = {};    // Σ q̃ ⊙ S · middle, and what takes the 128 off
-    float centre[kBlock] = {};  // q̃ · z
-    float total[kBlock] = {};   // Σ q̃
+  // A segment's queries, for each row of a block.
+  struct alignas(16) Part {
+    float worth[kBlock] = {};  // what 1 stands for in the rounded ones
+    float base[kBlock] = {};   // Σ q̃ ⊙ S · middle, and what takes the 128 off
+    float total[kBlock] = {};  // Σ q̃
   };
 
   static std::uint8_t* bytes(Buffer& buffer) { return reinterpret_cast<std::uint8_t*>(buffer.data()); }
 
-  // What 1 stands for in the rounded queries of a segment, for each row of a block.
-  float* worth(std::size_t r, std::size_t i) { return &worth_[(r / kBlock * numbers_.segment_count() + i) * kBlock]; }
+  Part& part(std::size_t r, std::size_t segment) { return parts_[r / kBlock * numbers_.segment_count() + segment]; }
 
   // q̃ ⊙ S · step as whole numbers.
   template <std::size_t Rows>
   void round(std::size_t r) {
-    Vec middle[kBlock] = {};
-    __m128 base = _mm_setzero_ps();
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i)
-      base = _mm_add_ps(base, numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, r, middle)
-                                                            : round_segment<Rows, false>(i, r, middle));
-    if (any_middle_) base = _mm_add_ps(base, sum_four(middle));
-    _mm_store_ps(blocks_[r / kBlock].base, base);
+      numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, r) : round_segment<Rows, false>(i, r);
   }
 
-  // Those of one segment, in 8 bits or in 16 as 256 · upper + lower. Adds up q̃ ⊙ S · middle, and returns what takes the
-  // 128 off.
+  // Those of one segment, in 8 bits or in 16 as 256 · upper + lower.
   template <std::size_t Rows, bool TwoBytes>
-  KVFOLD_INLINE __m128 round_segment(std::size_t index, std::size_t r, Vec (&middle)[kBlock]) {
+  KVFOLD_INLINE void round_segment(std::size_t index, std::size_t r) {
     const std::size_t first = numbers_.segment(index).first_tile, last = first + numbers_.segment(index).tiles;
     const float *steps = &steps_[r * width_], *scale = page_.channel_scale();
-    Vec most[kBlock] = {};
+    Vec most[kBlock] = {}, middle[kBlock] = {};
     for (std::size_t g = first; g < last; ++g) {
       const Vec s = load(scale + g * kTile);
       for (std::size_t i = 0; i < Rows; ++i)
         most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
     }
     const __m128 one = _mm_mul_ps(largest_four(most), _mm_set1_ps(1.0f / (TwoBytes ? 32512.0f : 127.0f)));
-    _mm_store_ps(worth(r, index), one);
+    _mm_store_ps(part(r, index).worth, one);
     alignas(16) float per_one[kBlock];
     _mm_store_ps(per_one, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
     const __m512i bias = _mm512_set1_epi8(-128);  // unsigned: 128
@@ -122,7 +118,9 @@ class IntegerKeys {
     __m128 total = _mm_cvtepi32_ps(sum_of_fours(upper_sum));
     if constexpr (TwoBytes)
       total = _mm_fmadd_ps(total, _mm_set1_ps(256.0f), _mm_cvtepi32_ps(sum_of_fours(lower_sum)));
-    return _mm_mul_ps(total, _mm_sub_ps(_mm_setzero_ps(), one));
+    total = _mm_mul_ps(total, _mm_sub_ps(_mm_setzero_ps(), one));
+    if (any_middle_) total = _mm_add_ps(total, sum_four(middle));
+    _mm_store_ps(part(r, index).base, total);
   }
 
   template <std::size_t Rows>
@@ -132,10 +130,10 @@ class IntegerKeys {
       const Vec z = load(page_.centre() + c);
       for (std::size_t i = 0; i < Rows; ++i) dot[i] += load(&query_[(r + i) * width_ + c]) * z;
     }
-    _mm_store_ps(blocks_[r / kBlock].centre, sum_four(dot));
+    _mm_store_ps(&centre_[r / kBlock * kBlock], sum_four(dot));
   }
 
-  // Adds what one segment makes of the scores of Rows rows with Width tiles of tokens; with the last they are whole.
+  // Adds what one segment makes of the scores of Rows rows with Width tiles of tokens.
   template <std::size_t Rows, std::size_t Width, bool TwoBytes>
   void add(std::size_t index, const std::uint8_t* code, std::size_t r, std::size_t tile, float* scores) {
     const Numbers::Segment& segment = numbers_.segment(index);
@@ -143,31 +141,28 @@ class IntegerKeys {
     clear(upper), clear(lower);
     for (std::size_t i = segment.first; i < segment.first + segment.count; ++i) {
       const Numbers::Run& run = numbers_.run(i);
+      if (run.bits == 1) products<1, TwoBytes>(run, code, r, tile, upper, lower);
+      if (run.bits == 2) products<2, TwoBytes>(run, code, r, tile, upper, lower);
+      if (run.bits == 3) products<3, TwoBytes>(run, code, r, tile, upper, lower);
+      if (run.bits == 4) products<4, TwoBytes>(run, code, r, tile, upper, lower);
       if constexpr (TwoBytes) {
         if (run.bits == 5) products<5, true>(run, code, r, tile, upper, lower);
         if (run.bits == 6) products<6, true>(run, code, r, tile, upper, lower);
-      } else {
-        if (run.bits == 1) products<1, false>(run, code, r, tile, upper, lower);
-        if (run.bits == 2) products<2, false>(run, code, r, tile, upper, lower);
-        if (run.bits == 3) products<3, false>(run, code, r, tile, upper, lower);
-        if (run.bits == 4) products<4, false>(run, code, r, tile, upper, lower);
       }
     }
-    const Block& block = blocks_[r / kBlock];
-    const float* one = worth(r, index);
-    const bool is_first = index == 0, is_last = index + 1 == numbers_.segment_count();
+    const Part& own = part(r, index);
+    const float* centre = &centre_[r / kBlock * kBlock];
     for (std::size_t w = 0; w < Width; ++w) {
-      const std::size_t token = (tile + w) * kTile;
+      const std::size_t token = (tile + w) * kTile, scale = segment.group * size_ + token;
       for (std::size_t i = 0; i < Rows; ++i) {
         float* to = scores + i * size_ + token;
-        __m512 y = is_first ? _mm512_set1_ps(block.base[i]) : _mm512_load_ps(to);
-        y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper[i][w]), _mm512_set1_ps(TwoBytes ? 256.0f * one[i] : one[i]), y);
-        if constexpr (TwoBytes) y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[i][w]), _mm512_set1_ps(one[i]), y);
-        if (is_last) {
-          y = _mm512_fmadd_ps(y, _mm512_load_ps(page_.scale() + token), _mm512_set1_ps(block.centre[i]));
-          if (side_.offset)
-            y = _mm512_fmadd_ps(_mm512_load_ps(page_.offset() + token), _mm512_set1_ps(block.total[i]), y);
-        }
+        const float one = own.worth[i];
+        __m512 y = _mm512_set1_ps(own.base[i]);
+        y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper[i][w]), _mm512_set1_ps(TwoBytes ? 256.0f * one : one), y);
+        if constexpr (TwoBytes) y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[i][w]), _mm512_set1_ps(one), y);
+        const __m512 before = index ? _mm512_load_ps(to) : _mm512_set1_ps(centre[i]);
+        y = _mm512_fmadd_ps(y, _mm512_load_ps(page_.scale() + scale), before);
+        if (side_.offset) y = _mm512_fmadd_ps(_mm512_load_ps(page_.offset() + scale), _mm512_set1_ps(own.total[i]), y);
         _mm512_store_ps(to, y);
       }
     }
@@ -205,8 +200,9 @@ class IntegerKeys {
   Numbers numbers_;
   std::size_t width_, size_, ahead_ = 0, block_count_ = 0;
   bool any_middle_ = false;
-  std::unique_ptr<Block[]> blocks_;
-  Buffer query_, steps_, worth_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them
+  std::unique_ptr<Part[]> parts_;
+  Buffer query_, steps_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them
+  Buffer centre_;                         // q̃ · z of each row
 };
 
 }  // namespace

@@ -18,16 +18,18 @@ class IntegerValues {
     weights_ = Buffer(kBlock * size_ / sizeof(float));
   }
 
-  bool fits() const { return numbers_.fits() && !side_.channel_scale; }
+  bool fits() const {
+    return numbers_.fits() && !side_.channel_scale && !side_.signed_scale && !side_.shape.lanes_are_tokens;
+  }
 
   // Adds to sums[r · width + c], width being head_dim padded to whole tiles, what `rows` rows of probabilities make of
   // the page that `page` found last.
   void add(const std::uint8_t* code, std::size_t rows, const float* probabilities, float* sums) {
     const std::size_t width = numbers_.tiles() * kTile;
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
-      prepare<Rows>(probabilities + r * size_);
       for (std::size_t i = 0; i < numbers_.run_count(); ++i) {
         const Numbers::Run& run = numbers_.run(i);
+        if (!i || run.group != numbers_.run(i - 1).group) prepare<Rows>(probabilities + r * size_, run.group);
         in_widths<4>(run.count, [&](auto many, std::size_t tile) {
           const std::uint8_t* from = code + 2 * size_ * (run.before + run.bits * tile);
           float* to = sums + r * width;
@@ -43,34 +45,35 @@ class IntegerValues {
  private:
   std::uint8_t* weights() { return reinterpret_cast<std::uint8_t*>(weights_.data()); }
 
-  // Probabilities times scales as whole numbers of 8 bits.
+  // Probabilities times a group's scales as whole numbers of 8 bits.
   template <std::size_t Rows>
-  void prepare(const float* probabilities) {
-    Vec most[kBlock] = {}, total[kBlock] = {}, offset[kBlock] = {};
+  void prepare(const float* probabilities, std::size_t group) {
+    const float *scales = page_.scale() + group * size_, *offsets = page_.offset() + group * size_;
+    Vec most[kBlock] = {}, total[kBlock] = {}, offset[kBlock] = {}, scaled[kBlock] = {};
     for (std::size_t t = 0; t < size_; t += kLanes) {
-      const Vec scale = load(page_.scale() + t);
+      const Vec scale = load(scales + t);
       for (std::size_t i = 0; i < Rows; ++i) {
         const Vec p = load(probabilities + i * size_ + t);
         most[i] = Vec(_mm512_max_ps(__m512(most[i]), __m512(p * scale)));
+        if (any_middle_) scaled[i] += p * scale;
         if (side_.centre) total[i] += p;
-        if (side_.offset) offset[i] += p * load(page_.offset() + t);
+        if (side_.offset) offset[i] += p * load(offsets + t);
       }
     }
     const __m128 worth = _mm_div_ps(largest_four(most), _mm_set1_ps(255.0f));
     _mm_store_ps(one_, worth);
-    __m512i count{};
     alignas(16) float per[kBlock];
     _mm_store_ps(per, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(worth, _mm_set1_ps(1e-30f))));
     for (std::size_t t = 0; t < size_; t += kLanes) {
-      const Vec scale = load(page_.scale() + t);
+      const Vec scale = load(scales + t);
       __m128i bytes[kBlock] = {};
       for (std::size_t i = 0; i < Rows; ++i)
         bytes[i] = _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(__m512(load(probabilities + i * size_ + t) * scale * per[i])));
-      count = _mm512_dpbusd_epi32(count, store_four(weights() + t * kBlock, bytes), _mm512_set1_epi8(1));
+      store_four(weights() + t * kBlock, bytes);
     }
     if (side_.centre) _mm_store_ps(total_, sum_four(total));
     if (side_.offset) _mm_store_ps(offset_, sum_four(offset));
-    _mm_store_ps(count_, _mm_cvtepi32_ps(sum_of_fours(count)));
+    if (any_middle_) _mm_store_ps(scaled_, sum_four(scaled));
   }
 
   // Rows rows over Width tiles of channels.
@@ -99,7 +102,7 @@ class IntegerValues {
         float* at = to + i * width + c;
         __m512 y = _mm512_load_ps(at);
         y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[i][w]), _mm512_set1_ps(numbers_.step(tile + w) * one_[i]), y);
-        if (any_middle_) y = _mm512_add_ps(y, _mm512_set1_ps(numbers_.middle(tile + w) * one_[i] * count_[i]));
+        if (any_middle_) y = _mm512_add_ps(y, _mm512_set1_ps(numbers_.middle(tile + w) * scaled_[i]));
         if (side_.offset) y = _mm512_add_ps(y, _mm512_set1_ps(offset_[i]));
         if (side_.centre) y = _mm512_fmadd_ps(_mm512_load_ps(page_.centre() + c), _mm512_set1_ps(total_[i]), y);
         _mm512_store_ps(at, y);
@@ -113,8 +116,8 @@ class IntegerValues {
   std::size_t size_, ahead_ = 0;
   bool any_middle_ = false;
   Buffer weights_;  // bytes, as `store_four` leaves them
-  // Of each row: what a weight of 1 is worth, Σ of the weights, Σ p, Σ p · a.
-  alignas(16) float one_[kBlock] = {}, count_[kBlock] = {}, total_[kBlock] = {}, offset_[kBlock] = {};
+  // Of each row: what a weight of 1 is worth, Σ p · s, Σ p, Σ p · a.
+  alignas(16) float one_[kBlock] = {}, scaled_[kBlock] = {}, total_[kBlock] = {}, offset_[kBlock] = {};
 };
 
 }  // namespace

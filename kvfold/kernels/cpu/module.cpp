@@ -75,21 +75,38 @@ const T* pointer(std::uintptr_t address) {
   return reinterpret_cast<const T*>(address);
 }
 
-// A kvfold::Side that owns its bits. Addresses and strides are those of torch tensors, which the caller keeps alive
+// A kvfold::Side that owns its bits and groups. Addresses and strides are those of torch tensors, which the caller keeps alive
 // and whose shapes it has checked.
 struct OwnedSide : kvfold::Side {
-  std::string own_bits;
+  std::string own_bits, own_groups;
+  std::size_t row_bytes = 0;  // of 16 tokens
   OwnedSide(std::uintptr_t code_at, std::size_t code_batch_stride, std::size_t code_head_stride, std::size_t page_size,
-            std::size_t code_dim, nb::bytes bits, bool lanes_are_tokens, std::uintptr_t lut_at, std::size_t lut_row)
+            std::size_t code_dim, nb::bytes bits, bool lanes_are_tokens, std::uintptr_t lut_at, std::size_t lut_row,
+            bool levels_are_unit)
       : own_bits(bits.c_str(), bits.size()) {
     code = pointer<std::uint8_t>(code_at);
     code_batch = code_batch_stride, code_head = code_head_stride;
     shape.page_size = page_size, shape.head_dim = code_dim, shape.lanes_are_tokens = lanes_are_tokens;
-    lut = pointer<float>(lut_at), lut_stride = lut_row;
+    lut = pointer<float>(lut_at), lut_stride = lut_row, unit_levels = levels_are_unit;
+    for (const char b : own_bits) row_bytes += 32 * static_cast<std::size_t>(b);
+    page_bytes = own_bits.empty() ? 2 * page_size * code_dim : page_size / kvfold::kTile * row_bytes;
   }
-  void set_scale(std::uintptr_t scale_at, std::uintptr_t offset_at, std::size_t batch, std::size_t head, std::size_t n) {
-    scale = pointer<std::uint16_t>(scale_at), offset = pointer<std::uint16_t>(offset_at);
+  // Reads the first channels only, of codes whose lanes are tokens.
+  void set_first_channels(std::size_t code_dim) {
+    const std::size_t tiles = (code_dim + kvfold::kTile - 1) / kvfold::kTile;
+    require(shape.lanes_are_tokens && tiles <= own_bits.size(), "only the first channels of keys can be read");
+    for (std::size_t i = tiles; i < own_bits.size(); ++i) skipped_bytes += 32 * static_cast<std::size_t>(own_bits[i]);
+    own_bits.resize(tiles), shape.head_dim = code_dim;
+  }
+  void set_scale(std::uintptr_t scale_at, int dtype, bool is_signed, std::uintptr_t offset_at, std::size_t batch,
+                 std::size_t head, std::size_t n, nb::bytes group_of_each_tile) {
+    scale = pointer<void>(scale_at), offset = pointer<std::uint16_t>(offset_at);
+    scale_dtype = static_cast<kvfold::Dtype>(dtype), signed_scale = is_signed;
     scale_batch = batch, scale_head = head, groups = n;
+    own_groups.assign(group_of_each_tile.c_str(), group_of_each_tile.size());
+  }
+  void set_plain(std::uintptr_t at, std::size_t batch, std::size_t head, std::size_t dim) {
+    plain = pointer<std::uint16_t>(at), plain_batch = batch, plain_head = head, plain_dim = dim;
   }
   void set_centre(std::uintptr_t centre_at, std::uintptr_t channel_scale_at, std::size_t batch, std::size_t head,
                   std::size_t dim) {
@@ -99,6 +116,7 @@ struct OwnedSide : kvfold::Side {
   kvfold::Side view() const {
     kvfold::Side side = *this;
     side.shape.bits = own_bits.empty() ? nullptr : reinterpret_cast<const std::uint8_t*>(own_bits.data());
+    if (groups > 1) side.group_of_tile = reinterpret_cast<const std::uint8_t*>(own_groups.data());
     return side;
   }
 };
@@ -186,6 +204,13 @@ kvfold::Rotation order_rotation(std::size_t dim, std::uintptr_t order, std::size
   return r;
 }
 
+kvfold::Rotation ordered_matrix_rotation(std::size_t dim, std::uintptr_t order, std::size_t batch, std::size_t head,
+                                         std::uintptr_t matrix) {
+  kvfold::Rotation r = order_rotation(dim, order, batch, head);
+  r.kind = kvfold::RotationKind::matrix, r.matrix = pointer<float>(matrix);
+  return r;
+}
+
 kvfold::Rotation hadamard_rotation(std::size_t dim, std::uintptr_t signs, std::uintptr_t mix) {
   kvfold::Rotation r;
   r.kind = kvfold::RotationKind::hadamard, r.dim = r.code_dim = dim, r.power = dim & (~dim + 1);
@@ -269,12 +294,15 @@ NB_MODULE(_cpu, m) {
   m.def("in_integers", [](const std::string& isa, const OwnedSide& side) { return find(isa).in_integers(side.view()); });
   nb::class_<OwnedSide>(m, "Side")
       .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t, nb::bytes, bool, std::uintptr_t,
-                    std::size_t>())
+                    std::size_t, bool>())
+      .def("set_first_channels", &OwnedSide::set_first_channels)
       .def("set_scale", &OwnedSide::set_scale)
+      .def("set_plain", &OwnedSide::set_plain)
       .def("set_centre", &OwnedSide::set_centre);
   nb::class_<kvfold::Rotation>(m, "Rotation")
       .def_static("matrix", &matrix_rotation)
       .def_static("order", &order_rotation)
+      .def_static("ordered_matrix", &ordered_matrix_rotation)
       .def_static("hadamard", &hadamard_rotation);
   nb::class_<Task>(m, "Attention")
       .def(nb::init<const std::string&, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, int>())

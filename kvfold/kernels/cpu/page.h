@@ -94,12 +94,14 @@ inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float*
 #endif
 }
 
-// One page in rotated coordinates: z + a + s · S ⊙ lut[code], as [channel][token] for keys and [token][channel] for
-// values, with rows padded to whole vectors.
+enum class Layout { channels_first, tokens_first };  // [channel][token], for keys, or [token][channel], for values
+
+// One page in rotated coordinates: z + a + s · S ⊙ lut[code], then the plain channels, with rows padded to whole vectors.
 class Page {
  public:
-  explicit Page(const Side& side)
+  Page(const Side& side, Layout layout)
       : side_(side),
+        tokens_first_(layout == Layout::tokens_first),
         width_(padded(side.shape.head_dim)),
         size_(side.shape.page_size),
         scale_(size_ * side.groups, 1.0f),
@@ -117,13 +119,17 @@ class Page {
 
   // Fills `data` from the codes of the page found last.
   void unfold(const std::uint8_t* code) {
-    if (!scratch_.size()) scratch_ = Buffer(width_ * size_);
+    if (!scratch_.size()) scratch_ = Buffer(std::max(width_, side_.shape.head_dim + side_.plain_dim) * size_);
     if (side_.shape.bits == nullptr)
       numbers(code);
     else if (side_.shape.lanes_are_tokens)
-      keys(code);
+      token_lanes(code);
     else
-      values(code);
+      channel_lanes(code);
+    if (side_.unit_levels) bring_to_unit_length();
+    for (std::size_t t = 0; t < size_ && side_.plain; ++t)
+      for (std::size_t c = 0; c < side_.plain_dim; ++c)
+        scratch_[(side_.shape.head_dim + c) * size_ + t] = from_half(plain_[t * side_.plain_dim + c]);
   }
 
   // Takes a page's scales, offsets and centre, and returns where its codes are.
@@ -131,66 +137,94 @@ class Page {
     const std::size_t per_token = size_ * side_.groups;
     const std::size_t at = batch * side_.scale_batch + head * side_.scale_head + page * per_token;
     const std::size_t middle = batch * side_.centre_batch + head * side_.centre_head + page * side_.centre_dim;
-    if (side_.scale) ask_for(side_.scale + at + kAhead * per_token, per_token);
-    if (side_.offset) ask_for(side_.offset + at + kAhead * per_token, per_token);
+    // (token, group) to (group, token): a group's scales lie side by side for keys.
+    if (side_.scale && side_.scale_dtype == Dtype::float16)
+      spread(static_cast<const std::uint16_t*>(side_.scale) + at, scale_.data());
+    if (side_.scale && side_.scale_dtype == Dtype::float32)
+      spread(static_cast<const float*>(side_.scale) + at, scale_.data());
+    if (side_.offset) spread(side_.offset + at, offset_.data());
     if (side_.centre) ask_for(side_.centre + middle + kAhead * side_.centre_dim, side_.centre_dim);
     if (side_.channel_scale) ask_for(side_.channel_scale + middle + kAhead * side_.centre_dim, side_.centre_dim);
-    // (token, group) to (group, token): a group's scales lie side by side for keys.
-    if (side_.scale) spread(side_.scale + at, scale_.data());
-    if (side_.offset) spread(side_.offset + at, offset_.data());
     if (side_.centre) from_halves(side_.centre + middle, side_.centre_dim, centre_.data());
     if (side_.channel_scale) from_halves(side_.channel_scale + middle, side_.centre_dim, channel_scale_.data());
-    const std::size_t page_bytes = side_.shape.bits ? side_.shape.code_bytes() : 2 * size_ * side_.shape.head_dim;
-    return side_.code + batch * side_.code_batch + head * side_.code_head + page * page_bytes;
+    if (side_.plain)
+      plain_ = side_.plain + batch * side_.plain_batch + head * side_.plain_head + page * size_ * side_.plain_dim;
+    return side_.code + batch * side_.code_batch + head * side_.code_head + page * side_.page_bytes;
   }
 
  private:
-  void spread(const std::uint16_t* from, float* to) const {
-    if (side_.groups == 1) return from_halves(from, size_, to);
+  template <typename Number>
+  void spread(const Number* from, float* to) const {
+    const std::size_t groups = side_.groups;
+    ask_for(from + kAhead * size_ * groups, size_ * groups);
+    if (groups == 1) return to_floats(from, size_, to);
     for (std::size_t t = 0; t < size_; ++t)
-      for (std::size_t g = 0; g < side_.groups; ++g) to[g * size_ + t] = from_half(from[t * side_.groups + g]);
+      for (std::size_t g = 0; g < groups; ++g) to_floats(from + t * groups + g, 1, to + g * size_ + t);
   }
 
-  std::size_t group_of(std::size_t channel) const {
-    return std::min(channel * side_.groups / side_.shape.head_dim, side_.groups - 1);
-  }
+  static void to_floats(const std::uint16_t* from, std::size_t count, float* to) { from_halves(from, count, to); }
+  static void to_floats(const float* from, std::size_t count, float* to) { std::copy(from, from + count, to); }
 
-  void keys(const std::uint8_t* code) {
-    const bool plain = !side_.channel_scale && !side_.offset;
-    for (std::size_t first = 0; first < size_; first += kTile)
+  // Where the scales of a tile's channels are.
+  std::size_t group_of(std::size_t tile) const { return side_.group_of_tile ? side_.group_of_tile[tile] * size_ : 0; }
+
+  // Tiles of codes whose lanes are tokens, as they are for keys; values that are a view of keys are turned.
+  void token_lanes(const std::uint8_t* code) {
+    const bool simple = !side_.channel_scale && !side_.offset;
+    for (std::size_t first = 0; first < size_; first += kTile, code += side_.skipped_bytes)
       for (std::size_t tile = 0; tile < width_ / kTile; ++tile) {
         const unsigned bits = side_.shape.bits[tile];
-        float* out = scratch_.data() + tile * kTile * size_ + first;
-        look_up_tile(code, bits, side_.lut + tile * side_.lut_stride, out, size_);
+        alignas(64) float turned[kTile * kTile];
+        float* out = tokens_first_ ? turned : scratch_.data() + tile * kTile * size_ + first;
+        const std::size_t stride = tokens_first_ ? kTile : size_;
+        look_up_tile(code, bits, side_.lut + tile * side_.lut_stride, out, stride);
         code += 32 * bits;
-        const std::size_t group = group_of(tile * kTile) * size_;
+        const std::size_t group = group_of(tile);
         const Vec scale = load(&scale_[group + first]), offset = load(&offset_[group + first]);
         const float *z = &centre_[tile * kTile], *s = &channel_scale_[tile * kTile];
-        if (plain)
-          for (std::size_t c = 0; c < kTile; ++c) store(out + c * size_, load(out + c * size_) * scale + z[c]);
+        if (simple)
+          for (std::size_t c = 0; c < kTile; ++c) store(out + c * stride, load(out + c * stride) * scale + z[c]);
         else
           for (std::size_t c = 0; c < kTile; ++c)
-            store(out + c * size_, load(out + c * size_) * s[c] * scale + (offset + z[c]));
+            store(out + c * stride, load(out + c * stride) * s[c] * scale + (offset + z[c]));
+        if (!tokens_first_) continue;
+        Vec lines[kTile];
+        for (std::size_t c = 0; c < kTile; ++c) lines[c] = load(turned + c * kTile);
+        transpose(lines);
+        for (std::size_t t = 0; t < kTile; ++t) store(scratch_.data() + (first + t) * width_ + tile * kTile, lines[t]);
       }
   }
 
-  void values(const std::uint8_t* code) {
-    const bool plain = !side_.channel_scale && !side_.offset;
+  void channel_lanes(const std::uint8_t* code) {
+    const bool simple = !side_.channel_scale && !side_.offset;
     for (std::size_t tile = 0; tile < width_ / kTile; ++tile) {
       const unsigned bits = side_.shape.bits[tile];
-      const std::size_t group = group_of(tile * kTile) * size_;
+      const std::size_t group = group_of(tile);
       const Vec z = load(&centre_[tile * kTile]), s = load(&channel_scale_[tile * kTile]);
       for (std::size_t first = 0; first < size_; first += kTile) {
         float* out = scratch_.data() + first * width_ + tile * kTile;
         look_up_tile(code, bits, side_.lut + tile * side_.lut_stride, out, width_);
         code += 32 * bits;
         const float *scale = &scale_[group + first], *offset = &offset_[group + first];
-        if (plain)
+        if (simple)
           for (std::size_t t = 0; t < kTile; ++t) store(out + t * width_, load(out + t * width_) * scale[t] + z);
         else
           for (std::size_t t = 0; t < kTile; ++t)
             store(out + t * width_, load(out + t * width_) * s * scale[t] + (z + offset[t]));
       }
+    }
+  }
+
+  // s · c to s · c / |c|, for pages that have nothing but codes and one scale a token.
+  void bring_to_unit_length() {
+    const std::size_t channels = side_.shape.head_dim, token_step = tokens_first_ ? width_ : 1;
+    const std::size_t channel_step = tokens_first_ ? 1 : size_;
+    for (std::size_t t = 0; t < size_; ++t) {
+      float* at = scratch_.data() + t * token_step;
+      float squares = 0;
+      for (std::size_t c = 0; c < channels; ++c) squares += at[c * channel_step] * at[c * channel_step];
+      const float by = squares > 0 ? std::fabs(scale_[t]) / std::sqrt(squares) : 0.0f;
+      for (std::size_t c = 0; c < channels; ++c) at[c * channel_step] *= by;
     }
   }
 
@@ -201,14 +235,15 @@ class Page {
       for (std::size_t c = 0; c < channels; ++c) {
         std::uint16_t bits;
         std::memcpy(&bits, code + 2 * (t * channels + c), 2);
-        const std::size_t to = side_.shape.lanes_are_tokens ? c * size_ + t : t * width_ + c;
-        scratch_[to] = from_half(bits) * scale_[t];
+        scratch_[tokens_first_ ? t * width_ + c : c * size_ + t] = from_half(bits) * scale_[t];
       }
   }
 
   const Side& side_;
+  bool tokens_first_;
   std::size_t width_, size_;
   Buffer scratch_, scale_, offset_, centre_, channel_scale_;
+  const std::uint16_t* plain_ = nullptr;
 };
 
 }  // namespace

@@ -82,6 +82,11 @@ class Rotator {
         return;
       }
       case RotationKind::matrix:
+        if (rotation_.order) {
+          const std::int16_t* order = order_of(batch, head);
+          for (std::size_t i = 0; i < rotation_.dim; ++i) scratch_[i] = x[order[i]];
+          x = scratch_.data();
+        }
         return multiply_matrix(rotation_.matrix, rotation_.code_dim, rotation_.dim, x, y);
     }
   }
@@ -108,7 +113,10 @@ class Rotator {
         return;
       case RotationKind::matrix:
         if (rotation_.inverse) return multiply_matrix(rotation_.inverse, rotation_.dim, rotation_.code_dim, y, x);
-        return multiply_transposed(rotation_.matrix, rotation_.code_dim, rotation_.dim, y, x);
+        if (!rotation_.order) return multiply_transposed(rotation_.matrix, rotation_.code_dim, rotation_.dim, y, x);
+        multiply_transposed(rotation_.matrix, rotation_.code_dim, rotation_.dim, y, scratch_.data());
+        for (std::size_t i = 0; i < rotation_.dim; ++i) x[order_of(batch, head)[i]] = scratch_[i];
+        return;
     }
   }
 

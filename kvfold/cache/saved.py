@@ -1,0 +1,282 @@
+"""Files that are written whole or not at all, and read only if not one bit of them has changed.
+
+A file is a safetensors file. Its metadata say its kind and version, hold plain data as JSON, and a SHA-256 of the whole
+file, taken with zeros in the place of the checksum's own digits. Who loads trusts nothing beyond that: a checksum is no
+signature, so what is taken out of `Contents` is checked against what it must be.
+"""
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version as package_version
+from math import prod
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+T = TypeVar("T")
+
+FLOATS = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+"""Floating-point dtypes by torch's names."""
+
+LARGEST = 2**31 - 1
+"""No number of tokens, rows, heads or channels is larger, so that products of four fit 64 bits where one is 0."""
+
+_UNKNOWN = "0" * 64
+_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')  # no part of a string: in JSON, quotes there are escaped
+
+
+@dataclass(eq=False)
+class Contents:
+    """Plain data and tensors of one thing in a file, those of its parts included.
+
+    Who saves puts them in. Who loads takes each out, once, and says what it must be like; `done` tells that nothing is
+    left over.
+
+    Attributes
+    ----------
+    data
+        What JSON holds.
+    tensors
+        Tensors by name; those of part `p` are called `p.` and their name in the part.
+    where
+        Names of the parts on the way here, for messages.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    where: str = ""
+
+    def put(self, name: str, part: "Contents") -> None:
+        """Add a part."""
+        self.data[name] = part.data
+        self.tensors |= {f"{name}.{key}": tensor for key, tensor in part.tensors.items()}
+
+    def part(self, name: str) -> "Contents":
+        """Take a part out."""
+        data = self.take(name, dict)
+        own = [key for key in self.tensors if key.startswith(f"{name}.")]
+        tensors = {key.removeprefix(f"{name}."): self.tensors.pop(key) for key in own}
+        return Contents(data, tensors, f"{self.where}{name}.")
+
+    def take(self, name: str, kind: type[T]) -> T:
+        """Take out a value of exactly the type `kind`."""
+        value = self.data.pop(name, None)
+        if type(value) is not kind:
+            raise ValueError(f"{self.where}{name} is {short(value)}, which is no {kind.__name__}")
+        return value
+
+    def lacks(self, name: str) -> bool:
+        """Take `name` out if it is there and null."""
+        if name not in self.data or self.data[name] is not None:
+            return False
+        del self.data[name]
+        return True
+
+    def number(self, name: str, least: int = 0, most: int = LARGEST) -> int:
+        """Take out a whole number."""
+        return self._within(name, self.take(name, int), least, most)
+
+    def numbers(self, name: str, count: int | None = None, least: int = 0, most: int = LARGEST) -> list[int]:
+        """Take out a list of whole numbers, `count` of them if that is given."""
+        values = self.take(name, list)
+        if (count is not None and len(values) != count) or any(type(value) is not int for value in values):
+            raise ValueError(f"{self.where}{name} is {short(values)}, which are no {count or ''} whole numbers")
+        return [self._within(name, value, least, most) for value in values]
+
+    def _within(self, name: str, value: int, least: int, most: int) -> int:
+        if not least <= value <= most:
+            raise ValueError(f"{self.where}{name} is {short(value)}, which is not between {least} and {most}")
+        return value
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Take out a floating-point dtype."""
+        value = self.take(name, str)
+        if value not in FLOATS:
+            raise ValueError(f"{self.where}{name} is {short(value)}, which is none of {', '.join(FLOATS)}")
+        return FLOATS[value]
+
+    def tensor(self, name: str, dtypes: Collection[torch.dtype], shape: Sequence[int | None]) -> Tensor:
+        """Take out a tensor, finite, with one of `dtypes` and the shape `shape`; None there stands for any length."""
+        tensor = self.tensors.pop(name, None)
+        if tensor is None:
+            raise ValueError(f"{self.where}{name} is missing")
+        fits = len(shape) == tensor.ndim and all(
+            length in (None, own) for length, own in zip(shape, tensor.shape, strict=True)
+        )
+        strides = prod(max(length, 1) for length in tensor.shape)  # which empty tensors have too
+        if not fits or strides >= 2**63 or tensor.dtype not in dtypes:
+            raise ValueError(
+                f"{self.where}{name} is {tensor.dtype} of the shape {tuple(tensor.shape)}, in the place of "
+                f"{' or '.join(map(str, dtypes))} of the shape {tuple(shape)}"
+            )
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{self.where}{name} holds a NaN or an infinity")
+        return tensor
+
+    def done(self) -> None:
+        """Raise if something has not been taken out."""
+        left = [*self.data, *self.tensors]
+        if left:
+            raise ValueError(f"{self.where}{left[0]} has no place here")
+
+
+@contextmanager
+def replacing_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Path of a new, empty file, that takes the place of `path` when the block ends and all of it is on the disk.
+
+    If anything fails, the new file is gone and what was at `path` is as it was.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; FileNotFoundError if there is no such folder.
+    """
+    target = Path(os.path.realpath(path))  # what a link points to is replaced, not the link
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"path = {str(path)!r}: there is no such folder")
+    scratch = target.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        scratch.touch(exist_ok=False)
+        # Who must not read the old file must not read the new one, nor what is yet of it.
+        mode = (target if target.is_file() else scratch).stat().st_mode
+        scratch.chmod(0o600)
+        yield scratch
+        with open(scratch, "r+b") as file:
+            scratch.chmod(mode)
+            os.fsync(file.fileno())
+        os.replace(scratch, target)
+    except BaseException as error:
+        with suppress(OSError):
+            scratch.unlink()
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            raise OSError(
+                error.errno, f"path = {str(path)!r} was not written, and what was there is as it was: {why}"
+            ) from error
+        raise
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """As `replacing_path`, but open for writing."""
+    with replacing_path(path) as scratch, open(scratch, "wb") as file:
+        yield file
+
+
+def write(path: str | os.PathLike[str], kind: str, version: int, contents: Contents) -> None:
+    """Write `contents` into a file of kind `kind`, whole or not at all; tensors may lie anywhere.
+
+    Raises
+    ------
+    ValueError
+        If a tensor has a floating-point dtype that is none of `FLOATS`.
+    OSError
+        If the file cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    storages = set()
+    for name, tensor in contents.tensors.items():
+        if tensor.is_floating_point() and tensor.dtype not in FLOATS.values():
+            raise ValueError(f"{name} is {tensor.dtype}: a file holds {', '.join(FLOATS)} and integers")
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        tensors[name] = own.clone() if storage in storages else own  # the library takes no memory twice
+        storages.add(storage)
+    metadata = {
+        "kind": kind, "version": str(version), "kvfold": package_version("kvfold"),
+        "data": json.dumps(contents.data), "sha256": _UNKNOWN,
+    }  # fmt: skip
+    with replacing_path(path) as scratch:
+        try:
+            save_file(tensors, scratch, metadata)
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error)) from error
+        with open(scratch, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as raw:
+            header = _header(raw)
+            # The library shuffles metadata (its issue 584); in order, equal contents make equal files.
+            entries = json.loads(raw[header]) | {"__metadata__": metadata}
+            text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+            raw[header] = text.ljust(len(raw[header]))
+            digits, checksum = _checksum(raw)
+            raw[digits] = checksum
+            file.seek(header.start)
+            file.write(raw[header])
+
+
+def read(path: str | os.PathLike[str], kind: str, version: int) -> Contents:
+    """What `write` wrote, with tensors on the CPU.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If it is of another kind or version, or damaged.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path = {str(path)!r}: there is no such file")
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            metadata = check(raw, kind, version)
+        data = json.loads(metadata.get("data", "null"))
+        if not isinstance(data, dict):
+            raise ValueError("the file's data are no JSON object")
+        with safe_open(path, framework="pt") as opened:
+            if opened.metadata() != metadata:
+                raise ValueError("the file was replaced while it was read")
+            # What the library gives out keeps the file mapped.
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    except (ValueError, SafetensorError, TypeError, RecursionError) as error:  # the latter two of torch and JSON
+        raise ValueError(f"path = {str(path)!r}: {error}") from None
+    return Contents(data, tensors)
+
+
+def check(raw: bytearray | mmap.mmap, kind: str, version: int) -> dict[str, str]:
+    """Metadata of the bytes of a file; raises ValueError if they are not what `write` wrote."""
+    try:
+        metadata = json.loads(raw[_header(raw)].decode()).get("__metadata__", {})
+        found_kind, found_version = metadata.get("kind"), metadata.get("version")
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError("the file is damaged, or no safetensors file") from None
+    if found_kind != kind:
+        raise ValueError(f"the file is no {kind}: its kind is {short(found_kind)}")
+    if found_version != str(version):
+        raise ValueError(
+            f"the file is of version {short(found_version)}, this kvfold reads version {version}: "
+            f"kvfold {short(metadata.get('kvfold'))} wrote it"
+        )
+    digits, checksum = _checksum(raw)
+    if raw[digits] != checksum:
+        raise ValueError("the file is damaged: its checksum is not that of its content")
+    return metadata
+
+
+def _header(raw: bytearray | mmap.mmap) -> slice:
+    """Where a safetensors file's JSON is."""
+    return slice(8, 8 + int.from_bytes(raw[:8], "little"))
+
+
+def _checksum(raw: bytearray | mmap.mmap) -> tuple[slice, bytes]:
+    """Where a file's checksum is, and what it must be: the SHA-256 of the file with zeros there."""
+    found = list(_CHECKSUM.finditer(raw[_header(raw)]))
+    if len(found) != 1:
+        raise ValueError("the file is damaged: it has no checksum")
+    start, stop = (_header(raw).start + at for at in found[0].span(1))
+    digest = hashlib.sha256(raw[:start] + _UNKNOWN.encode())
+    digest.update(memoryview(raw)[stop:])
+    return slice(start, stop), digest.hexdigest().encode()

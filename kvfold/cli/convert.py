@@ -1,0 +1,95 @@
+"""`kvfold convert`: vectors from one block format into another."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from kvfold.cache.saved import replacing
+from kvfold.cli.options import Json
+from kvfold.formats import get_format
+from kvfold.formats.block import BlockFormat
+
+RAW = "f32"
+TOKENS = 4_096
+"""Vectors converted at a time."""
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A file of blocks, one vector after the other, without a header.")],
+    out: Annotated[Path, typer.Argument(help="Where to write.")],
+    source_format: Annotated[str, typer.Option("--from", help=f"Its format: {RAW} or a block format.")],
+    out_format: Annotated[str, typer.Option("--to", help=f"The new format: {RAW} or a block format.")],
+    head_dim: Annotated[int, typer.Option(help="Coordinates of a vector.")] = 128,
+    position: Annotated[
+        int, typer.Option(min=0, help="Position of the first vector: amx3 and tbqx3 turn RoPE back by it.")
+    ] = 0,
+    layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors: polar4 has a rotation for each.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Read vectors in one block format, write them in another: tq3, tq4, polar4, tbq3 … tbqp4, amx3, q8_0, q4_0, f16.
+
+    f32 stands for plain float32 numbers. Vectors are read as they would be in attention, so whatever the first
+    format lost stays lost, and the second adds its own: the error between the two is printed.
+
+    kvfold convert keys.tq3 keys.tbq4 --from tq3 --to tbq4
+
+    kvfold convert keys.q8_0 keys.f32 --from q8_0 --to f32 --head-dim 64
+    """
+    first, second = (_format(name, head_dim, layer) for name in (source_format, out_format))
+    size = 4 * head_dim if first is None else first.block_bytes
+    if not source.is_file():
+        raise FileNotFoundError(f"source = {str(source)!r}: there is no such file")
+    length = source.stat().st_size
+    if not length or length % size:
+        raise ValueError(
+            f"source = {str(source)!r} has {length} bytes: a vector of {head_dim} in {source_format} takes {size}, and "
+            "a file is a whole number of them"
+        )
+    count, error, energy = length // size, 0.0, 0.0
+    with open(source, "rb") as file, replacing(out) as target:
+        starts = range(0, count, TOKENS)
+        for start in track(starts, "converting", console=Console(stderr=True), transient=True, disable=len(starts) < 4):
+            here = min(TOKENS, count - start)
+            raw = torch.frombuffer(bytearray(file.read(here * size)), dtype=torch.uint8).view(here, size)
+            if first is None:
+                x = raw.view(torch.float32)
+            else:
+                pages = first.from_bytes(raw)
+                pages.first = position + start
+                x = first.unfold(pages)
+            if second is None:
+                y, data = x, x.contiguous().view(torch.uint8)
+            else:
+                folded = second.fold(x, position + start)
+                y, data = second.unfold(folded), second.to_bytes(folded)
+            target.write(data.contiguous().numpy().data)
+            error += (x - y).square().sum().item()
+            energy += x.square().sum().item()
+    row = {
+        "vectors": count, "from": source_format, "to": out_format, "bytes_from": length,
+        "bytes_to": os.path.getsize(out), "error": error / energy if energy else 0.0,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(row, indent=2))
+        return
+    Console().print(
+        f"{count:,} vectors: {length:,} bytes of {source_format} to {row['bytes_to']:,} of {out_format}; "
+        f"relative squared error between the two {row['error']:.3g}",
+        highlight=False,
+    )
+
+
+def _format(name: str, head_dim: int, layer: int) -> BlockFormat | None:
+    """The block format `name`; None for float32 numbers."""
+    if name == RAW:
+        return None
+    fmt = get_format(name, head_dim).at(layer, None)
+    if not isinstance(fmt, BlockFormat):
+        raise ValueError(f"format = {name!r} has no blocks: convert reads and writes {RAW} and block formats")
+    return fmt

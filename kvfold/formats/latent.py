@@ -1,0 +1,133 @@
+"""Keys whose last channels stay numbers, and values that are a view of keys: multi-head latent attention (MLA)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from kvfold.formats.base import Format, Window
+from kvfold.formats.names import get_format, parse
+from kvfold.formats.page import FirstChannels, PageForm, TokenCodes
+from kvfold.formats.statistics import KeyStatistics
+from kvfold.formats.tbq import ROPE, TBQ
+from kvfold.quant.transforms import Transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent(Format):
+    """The first channels in another format, the rest (rotary ones) as float16.
+
+    Rotary channels of DeepSeek's keys are some eighty times larger than the latent ones: any code's error in them would
+    outweigh all others.
+
+    Attributes
+    ----------
+    base
+        The format of the first channels.
+    """
+
+    base: Format
+
+    summary = "The latent part of MLA keys in another format, the rotary part float16"
+    source = "TBQ fork of llama.cpp (seed 004)"
+    bit_range = (1, 16)
+
+    @classmethod
+    def of(cls, base: Format, head_dim: int) -> "Latent":
+        """Keys of `head_dim` whose first channels are in `base`."""
+        return cls(head_dim=head_dim, bits=base.bits, page_size=base.page_size, lanes=base.lanes, base=base)
+
+    @property
+    def window(self) -> Window:
+        return self.base.window
+
+    @property
+    def folds_by_token(self) -> bool:
+        return self.base.folds_by_token
+
+    @property
+    def awaits_fit(self) -> bool:
+        return self.base.awaits_fit
+
+    def fitted(self, statistics: KeyStatistics) -> "Latent":
+        return replace(self, base=self.base.fitted(statistics.first(self.base.head_dim)))
+
+    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "Latent":
+        return replace(self, base=self.base.at(layer, frequencies))
+
+    def select(self, rows: Tensor) -> "Latent":
+        return replace(self, base=self.base.select(rows))
+
+    def fit_tables(self) -> dict[str, Tensor]:
+        return self.base.fit_tables()
+
+    def with_fit_tables(self, tables: Mapping[str, Tensor]) -> "Latent":
+        return replace(self, base=self.base.with_fit_tables(tables))
+
+    @cached_property
+    def form(self) -> PageForm:
+        return replace(self.base.form, plain_dim=self.head_dim - self.base.head_dim)
+
+    def encode(self, x: Tensor) -> TokenCodes:
+        coded, plain = x.split((self.base.head_dim, self.head_dim - self.base.head_dim), -1)
+        return replace(self.base.encode(coded), plain=plain.half())
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyView(Format):
+    """Values that are the first channels of their keys: they have no pages of their own.
+
+    Of keys with a residual only the codes count: its signs correct products with queries.
+
+    Attributes
+    ----------
+    keys
+        The keys' format.
+    """
+
+    keys: Format
+
+    summary = "The first channels of the keys"
+    source = "multi-head latent attention (arXiv 2405.04434)"
+    bit_range = (1, 16)
+
+    @classmethod
+    def of(cls, keys: Format, head_dim: int) -> "KeyView":
+        """The first `head_dim` channels of `keys`."""
+        return cls(head_dim=head_dim, bits=keys.bits, page_size=keys.page_size, lanes=keys.lanes, keys=keys)
+
+    @property
+    def folds_by_token(self) -> bool:
+        return self.keys.folds_by_token
+
+    @property
+    def bytes_per_vector(self) -> float:
+        return 0.0
+
+    @property
+    def metadata_bytes_per_page(self) -> int:
+        return 0
+
+    @cached_property
+    def form(self) -> PageForm:
+        whole = self.keys.form
+        transform = whole.transform
+        if isinstance(transform, Transform) and transform.matrix.shape[0] > self.head_dim:
+            transform = Transform(transform.matrix[: self.head_dim, : self.head_dim])
+        return FirstChannels.of(whole, self.head_dim, transform)
+
+    def encode(self, x: Tensor) -> TokenCodes:
+        raise NotImplementedError("values that are a view of keys are folded with them")
+
+
+def latent(name: str, key_dim: int, latent_dim: int) -> Format:
+    """The format of MLA keys: `name` for their first `latent_dim` channels, float16 for the rest."""
+    block = parse(name).block
+    if key_dim == latent_dim or block in ("float16", "f16"):
+        return get_format(name, key_dim)
+    if block is not None and block.startswith("tbq") and (latent_dim, key_dim - latent_dim) == (512, ROPE):
+        whole = get_format(name, key_dim)
+        if isinstance(whole, TBQ):
+            return whole
+    return Latent.of(get_format(name, latent_dim), key_dim)

@@ -1,0 +1,219 @@
+"""Formats by name."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kvfold.formats.affine import GROUPS, Affine
+from kvfold.formats.amx3 import AMX3
+from kvfold.formats.base import Format
+from kvfold.formats.centred import Centred
+from kvfold.formats.channelwise import Channelwise
+from kvfold.formats.corrected import Corrected
+from kvfold.formats.float16 import Float16
+from kvfold.formats.ggml import Ggml
+from kvfold.formats.hadamard import Hadamard
+from kvfold.formats.outliers import SPLITS, Outliers
+from kvfold.formats.polar4 import Polar4
+from kvfold.formats.rules import block_of
+from kvfold.formats.tbq import TBQ
+from kvfold.formats.tbqx3 import TBQX3
+from kvfold.formats.tq import TQ
+from kvfold.formats.turboquant import TurboQuant
+from kvfold.formats.uniform import Uniform
+from kvfold.quant.packing import TILE, Lanes
+from kvfold.quant.residuals import RESIDUALS
+
+DEFAULT = "kvfold-4"
+
+FAMILIES: dict[str, tuple[type[Format], type[Format]]] = {
+    "kvfold": (Channelwise, Hadamard),
+    "turboquant": (TurboQuant, TurboQuant),
+    "hadamard": (Hadamard, Hadamard),
+    "centred": (Centred, Centred),
+}
+"""Formats that take 1 to 8 bits, for keys and for values: kvfold-4, turboquant-3, …"""
+
+BLOCKS: dict[str, Callable[..., Format]] = {
+    "float16": Float16,
+    "f16": Float16,
+    "q8_0": lambda **shape: Ggml(bits=8, **shape),
+    "q4_0": lambda **shape: Ggml(bits=4, **shape),
+    "tq3": lambda **shape: TQ(bits=3, **shape),
+    "tq4": lambda **shape: TQ(bits=4, **shape),
+    "polar4": lambda **shape: Polar4(bits=4, **shape),
+    "polar4-u8": lambda **shape: Polar4(bits=8, **shape),
+    "tbq3": lambda **shape: TBQ(bits=3, **shape),
+    "tbq4": lambda **shape: TBQ(bits=4, **shape),
+    "tbqp3": lambda **shape: TBQ(bits=3, signs=True, **shape),
+    "tbqp4": lambda **shape: TBQ(bits=4, signs=True, **shape),
+    "amx3": AMX3,
+    "tbqx3": TBQX3,
+}
+"""Formats whose blocks exist elsewhere, and float16. `kvfold.formats.rules` says which a head dimension gets."""
+
+PRESETS = {"near-lossless": "kvfold-4", "compact": "kvfold-3", "smallest": "kvfold-2"}
+"""Formats by what they are for."""
+
+PAIRS = {
+    "bold": "turboquant-3+qjl:affine-4g128",
+    "safe": "turboquant-4:affine-4g128",
+    "safe-lowbit": "q8_0:uniform-4",
+    "balanced": "uniform-4:uniform-4",
+    "experimental-max": "uniform-3r:uniform-3r",
+    "safe-lowbit-lloyd": "q8_0:turboquant-4",
+    "balanced-lloyd": "turboquant-4:turboquant-4",
+    "experimental-max-lloyd": "turboquant-4+qjl:turboquant-4+qjl",
+}
+"""Pairs by the names that their systems give them (seeds 002 and 003); "-lloyd": with Lloyd–Max levels."""
+
+FORMATS = (
+    "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "hadamard-4", "turboquant-8", "turboquant-4", "turboquant-3",
+    "turboquant-2", "float16",
+)  # fmt: skip
+"""The names to choose from first; `GRAMMAR` has them all, and `PRESETS` more names for some."""
+
+GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
+"""kvfold-4, turboquant-3+qjl (one of the 3 bits for signs of the remainder), kvfold-4@128 (pages of 128 tokens)."""
+
+NO_RESIDUAL = ("kvfold",)
+"""Families whose keys no residual fits: their channels have scales of their own, and bits by importance."""
+
+_FAMILY = re.compile(r"([a-z]+)-(\d+)(?:\+([a-z]+))?")
+_AFFINE = re.compile(r"affine-(\d+)(?:g(\d+))?")
+_UNIFORM = re.compile(r"uniform-(\d+)(r?)")
+_NUMBERED = re.compile(r"((?:tbq|tbqp|amx|tbqx)\d)_([0-4])")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name, taken apart.
+
+    Attributes
+    ----------
+    build
+        Makes the format, given head_dim, lanes and perhaps page_size.
+    page_size
+        If the name says one.
+    block, suffix
+        Of `BLOCKS`: which, and the number of the block that the name asks for ("_2"), if it does.
+    """
+
+    build: Callable[..., Format]
+    page_size: int | None = None
+    block: str | None = None
+    suffix: str | None = None
+
+
+@cache
+def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
+    """The format `name` for vectors of `head_dim` coordinates; all who ask share one object and its tables.
+
+    Parameters
+    ----------
+    name
+        One of `FORMATS`, `PRESETS` or `BLOCKS`, or any other of `GRAMMAR`.
+    head_dim
+        D, a multiple of 8 from 8 to 1,024.
+    lanes
+        "tokens" to fold keys (default), "channels" to fold values; a family may fold the two in different ways.
+        kvfold's keys want `Format.fitted` first: without it, channels are taken in the order they come.
+
+    Raises
+    ------
+    ValueError
+        If no format has that name, or it cannot take that `head_dim`.
+    """
+    if ":" in PAIRS.get(name, name):
+        raise ValueError(f"name = {name!r} is a pair of formats: get_format takes one, get_formats takes pairs")
+    parsed = parse(name)
+    shape: dict[str, Any] = {"head_dim": head_dim, "lanes": lanes}
+    if parsed.page_size is not None:
+        shape["page_size"] = parsed.page_size
+    build = parsed.build
+    if parsed.block is not None:
+        block = block_of(parsed.block, parsed.suffix, head_dim, lanes)
+        build = BLOCKS[block.name]
+        if block.double:
+            shape["double"] = True
+    return build(**shape)
+
+
+def check_names(names: str) -> tuple[str, str]:
+    """Names of the key and the value format in "both" or "keys:values"; raise if one is unknown."""
+    parts = PAIRS.get(names, names).split(":")
+    if len(parts) > 2:
+        raise ValueError(f"format = {names!r}: write one name for both, or keys:values")
+    if len({parse(part).page_size for part in parts}) > 1:
+        raise ValueError(f"format = {names!r}: keys and values share pages, so both name the same page size, or none")
+    return parts[0], parts[-1]
+
+
+def parse(name: str) -> Name:
+    """Take a name apart.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    whole = PRESETS.get(name, name)
+    stem, at, size = whole.partition("@")
+    page_size = None
+    if at:
+        if not size.isascii() or not size.isdigit():
+            raise _unknown(name)
+        page_size = int(size)
+        if page_size < TILE or page_size % TILE:
+            raise ValueError(f"format = {name!r}: a page is a multiple of {TILE} tokens")
+    if stem.startswith("turboquant-") and stem.removeprefix("turboquant-") in SPLITS:
+        split = stem.removeprefix("turboquant-")
+        return Name(lambda **shape: Outliers.of(split, **shape), page_size)
+    if match := _AFFINE.fullmatch(stem):
+        group = int(match[2] or max(GROUPS))
+        bits = _bits(name, match[1], Affine)
+        return Name(lambda **shape: Affine(bits=bits, group=group, **shape), page_size)
+    if match := _UNIFORM.fullmatch(stem):
+        residual, bits = match[2] == "r", _bits(name, match[1], Uniform)
+        return Name(lambda **shape: Uniform(bits=bits, residual=residual, **shape), page_size)
+    if (match := _FAMILY.fullmatch(stem)) and match[1] in FAMILIES:
+        return Name(_of_family(name, match[1], int(match[2]), match[3]), page_size)
+    block, suffix = match.groups() if (match := _NUMBERED.fullmatch(stem)) else (stem, None)
+    if block in BLOCKS:
+        return Name(BLOCKS[block], page_size, block, suffix)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
+        f"format = {name!r} is not known: choose one of {', '.join((*PRESETS, *FORMATS))}, "
+        f"any {GRAMMAR}, a block format ({', '.join(BLOCKS)}), a pair ({', '.join(PAIRS)}), or keys:values"
+    )
+
+
+def _bits(name: str, digits: str, family: type[Format]) -> int:
+    fewest, most = family.bit_range
+    if not fewest <= int(digits) <= most:
+        raise ValueError(f"format = {name!r}: bits go from {fewest} to {most}")
+    return int(digits)
+
+
+def _of_family(name: str, family: str, bits: int, residual: str | None) -> Callable[..., Format]:
+    if not 1 + (residual is not None) <= bits <= 8:
+        least = "2 (a residual takes one of them)" if residual is not None else "1"
+        raise ValueError(f"format = {name!r}: bits go from {least} to 8")
+    if residual is not None and residual not in RESIDUALS:
+        raise ValueError(f"format = {name!r}: the residual is one of {', '.join(RESIDUALS)}")
+    if residual is not None and family in NO_RESIDUAL:
+        others = ", ".join(name for name in FAMILIES if name not in NO_RESIDUAL)
+        raise ValueError(f"format = {name!r}: residuals go with {others}")
+
+    def build(lanes: Lanes = "tokens", **shape: Any) -> Format:
+        role = FAMILIES[family][lanes == "channels"]
+        if residual is None:
+            return role(bits=bits, lanes=lanes, **shape)
+        return Corrected.of(role(bits=bits - 1, lanes=lanes, **shape), residual)
+
+    return build

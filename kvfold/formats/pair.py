@@ -1,0 +1,91 @@
+"""The formats of a layer's keys and values."""
+
+from dataclasses import dataclass, replace
+
+from kvfold.formats.base import Format, Window
+from kvfold.formats.latent import KeyView, latent
+from kvfold.formats.names import check_names, get_format
+from kvfold.formats.statistics import FEWEST_FITTED, FIT_TOKENS
+
+
+@dataclass(frozen=True)
+class FormatPair:
+    """The format of a layer's keys and that of its values.
+
+    A token is dense or folded as a whole, so the pair has one window: the wider of the two.
+    """
+
+    keys: Format
+    values: Format
+    own_window: Window | None = None
+    """A window in the place of the formats' own; tokens then fold by whole pages."""
+
+    @property
+    def awaits_fit(self) -> bool:
+        """Whether a format must see statistics before it folds."""
+        return self.keys.awaits_fit or self.values.awaits_fit
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens of a sequence that come before its first fold, for the statistics; 0 if none are awaited."""
+        return max(FIT_TOKENS, self.window.sinks + FEWEST_FITTED) if self.awaits_fit else 0
+
+    @property
+    def window(self) -> Window:
+        if self.own_window is not None:
+            return self.own_window
+        k, v = self.keys.window, self.values.window
+        return Window(max(k.sinks, v.sinks), max(k.recent, v.recent), max(k.undo, v.undo))
+
+    @property
+    def folds_by_token(self) -> bool:
+        return self.own_window is None and self.keys.folds_by_token and self.values.folds_by_token
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether values are the first channels of keys, in the same pages."""
+        return isinstance(self.values, KeyView)
+
+    @property
+    def dense_channels(self) -> int:
+        """Numbers of a token that stays dense."""
+        return self.keys.head_dim + (0 if self.shares_pages else self.values.head_dim)
+
+    def with_formats(self, keys: Format, values: Format) -> "FormatPair":
+        """The same pair of others; values that are a view of keys are one of these."""
+        return replace(self, keys=keys, values=KeyView.of(keys, values.head_dim) if self.shares_pages else values)
+
+    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "FormatPair":
+        """`Format.at` of both."""
+        return self.with_formats(self.keys.at(layer, frequencies), self.values.at(layer, frequencies))
+
+
+def get_formats(
+    names: str, key_dim: int, value_dim: int, window: Window | None = None, *, values_of_keys: bool = False
+) -> FormatPair:
+    """Formats of keys and values from "both" or "keys:values", such as "kvfold-4:turboquant-3".
+
+    Parameters
+    ----------
+    names
+        One name for both, one each, or one of `PAIRS`.
+    key_dim, value_dim
+        Coordinates of a key and of a value.
+    window
+        What stays dense; None: what the formats say.
+    values_of_keys
+        Whether a value is the first `value_dim` channels of its key (multi-head latent attention). Only the keys' name
+        counts then, and the other channels stay float16.
+
+    Raises
+    ------
+    ValueError
+        If a name is unknown, or its format cannot take the dimension.
+    """
+    keys, values = check_names(names)
+    if values_of_keys:
+        form = latent(keys, key_dim, value_dim)
+        return FormatPair(form, KeyView.of(form, value_dim), window)
+    return FormatPair(
+        get_format(keys, key_dim, lanes="tokens"), get_format(values, value_dim, lanes="channels"), window
+    )

@@ -1,0 +1,64 @@
+"""Which block a name gets for a head dimension and a role: the rules of seed 004. Each change is logged once."""
+
+import logging
+from functools import cache
+from typing import NamedTuple
+
+from kvfold.formats.ggml import GROUP
+from kvfold.quant.packing import Lanes
+
+logger = logging.getLogger("kvfold")
+
+SUFFIXES = {256: ("0",), 512: ("0",), 128: ("1",), 64: ("2", "3"), 576: ("4",)}
+"""Numbers of the TBQ blocks of each head dimension."""
+
+KEYS_ONLY = {"tbqp3": "tbq3", "tbqp4": "tbq4", "amx3": "tbq3", "tbqx3": "tbq3"}
+"""What values get in the place of formats that only correct or score keys."""
+
+
+class Block(NamedTuple):
+    """A block format's name, and whether it goes through two transforms."""
+
+    name: str
+    double: bool = False
+
+
+def block_of(name: str, suffix: str | None, head_dim: int, lanes: Lanes) -> Block:
+    """The block format that keys (lanes "tokens") or values of `head_dim` coordinates get for a name.
+
+    - A head dimension that TBQ has no block for gets q8_0, or float16 if it is no multiple of 32.
+    - Values take no residual and no polar part: TBQP and AMX3 become TBQ.
+    - A number that belongs to another head dimension ("tbq3_0" at 128) is put right.
+    - 3-bit keys of 64 get the signs, and all keys with signs of 64 go through two transforms.
+    - Values of 512 are TBQ or float16.
+    - AMX3 and TBQX3 are for 128; elsewhere tbq3 stands in.
+    """
+    kind = "values" if lanes == "channels" else "keys"
+    if not name.startswith(("tbq", "amx")):
+        if name in ("q8_0", "q4_0") and head_dim % GROUP:
+            return Block(_told(name, "float16", f"its blocks are of {GROUP}, and head_dim is {head_dim}"))
+        if kind == "values" and head_dim == 512 and name in ("q8_0", "q4_0"):
+            return Block(_told(name, "float16", "values of 512 are TBQ or float16"))
+        return Block(name)
+    if head_dim not in SUFFIXES:
+        stand_in = "q8_0" if head_dim % GROUP == 0 else "float16"
+        return Block(_told(name, stand_in, f"it has no block for head_dim {head_dim}"))
+    if kind == "values" and name in KEYS_ONLY:
+        name = _told(name, KEYS_ONLY[name], "what it adds is for scores of keys, not for values")
+    if name in ("amx3", "tbqx3") and head_dim != 128:
+        name = _told(name, "tbq3", f"its blocks are of 128, and head_dim is {head_dim}")
+    own = SUFFIXES[head_dim]
+    if suffix is not None and suffix not in own:
+        _told(f"{name}_{suffix}", f"{name}_{own[0]}", f"that is the block of head_dim {head_dim}")
+        suffix = None
+    if head_dim == 64 and kind == "keys" and suffix is None and name == "tbq3":
+        name = _told(name, "tbqp3", "3-bit keys of 64 need the signs")
+    double = head_dim == 64 and (suffix == "3" or (suffix is None and kind == "keys" and name in ("tbqp3", "tbqp4")))
+    return Block(name, double)
+
+
+@cache
+def _told(name: str, becomes: str, why: str) -> str:
+    """`becomes`, with a word in the log the first time."""
+    logger.warning("format %s becomes %s: %s", name, becomes, why)
+    return becomes

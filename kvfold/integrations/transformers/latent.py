@@ -1,0 +1,76 @@
+"""Multi-head latent attention (MLA): queries are taken into the latent space, so that nothing is expanded.
+
+Such a model caches for each token a latent and a rotary part, shared by all heads, and expands them to keys
+[W_k·latent, rotary] and values W_v·latent of each head (arXiv 2405.04434). As q·(W_k·c) = (W_kᵀ·q)·c and
+Σ p·(W_v·c) = W_v·Σ p·c, attention can read the latents as they are: one KV head, keys of latent and rotary part, values
+that are the latent again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.integrations.transformers.handle import appended_of
+from kvfold.integrations.transformers.layer import FoldedLayer
+
+
+class LatentLayer(FoldedLayer):
+    """A folded layer that transformers gives a latent (batch, 1, n, rank) and a rotary part (batch, 1, n, rope).
+
+    Releases before transformers 5.20 give expanded keys and values instead, which fold as any others.
+
+    Parameters
+    ----------
+    rank, rope
+        Channels of the two parts.
+    """
+
+    def __init__(self, *args: Any, rank: int, rope: int) -> None:
+        super().__init__(*args)
+        self.rank, self.rope = rank, rope
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        parts = key_states.shape[1], key_states.shape[-1], value_states.shape[-1]
+        self.folded.values_of_keys = parts == (1, self.rank, self.rope)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def as_stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.folded.values_of_keys:
+            return key_states, value_states
+        return torch.cat((key_states, value_states), -1), key_states
+
+
+def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Attention modules that expand what they cached, and whose weights for it can be read."""
+    for module in model.modules():
+        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        if hasattr(module, "expand_kv") and isinstance(weight, Tensor) and weight.is_floating_point():
+            yield module
+
+
+def leave_folded(expand: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A module's `expand_kv` that passes what is folded on to the attention function as it is."""
+
+    def expand_kv(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        return (kv_nope, k_rot) if appended_of(kv_nope, k_rot) is not None else expand(kv_nope, k_rot)
+
+    return expand_kv
+
+
+def to_latent(module: Any, query: Tensor) -> Tensor:
+    """[W_kᵀ·q, rotary part] of queries (batch, heads, n, nope + rope)."""
+    plain, rotary = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
+    return torch.cat((plain @ _weights(module)[:, : module.qk_nope_head_dim], rotary), -1)
+
+
+def from_latent(module: Any, out: Tensor) -> Tensor:
+    """W_v·c of sums of latents (batch, heads, n, rank)."""
+    return out @ _weights(module)[:, module.qk_nope_head_dim :].mT
+
+
+def _weights(module: Any) -> Tensor:
+    """W_k and W_v of each head: (heads, nope + v, rank)."""
+    weight: Tensor = module.kv_b_proj.weight
+    return weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))

@@ -1,0 +1,86 @@
+"""Which model filled a cache."""
+
+import hashlib
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger("kvfold")
+
+SAMPLE = 64
+"""At most so many elements of each parameter go into a fingerprint."""
+
+
+def fingerprint(model: nn.Module) -> dict[str, str] | None:
+    """What tells a model's weights from others: a SHA-256 of a few elements of each parameter, and their dtype.
+
+    The same weights in another dtype are other weights: they make other keys and values. None if weights lie elsewhere.
+    """
+    digest = hashlib.sha256()
+    dtype = None
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if parameter.is_meta:
+            return None
+        flat = parameter.detach().flatten()
+        sample = flat[:: -(-flat.numel() // SAMPLE) or 1].cpu().contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+        digest.update(sample.view(torch.uint8).numpy().data)
+        dtype = dtype or parameter.dtype
+    return {"weights": digest.hexdigest(), "dtype": str(dtype).removeprefix("torch.")}
+
+
+class Origin:
+    """The model that filled a cache: itself, held weakly, or by the fingerprint that a file tells.
+
+    Parameters
+    ----------
+    told
+        A fingerprint that the next model must have; None if any will do.
+    """
+
+    def __init__(self, told: dict[str, str] | None = None) -> None:
+        self.told = told
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def is_model(self, model: nn.Module) -> bool:
+        """Whether `model` was the last that `see` saw."""
+        return self._model is not None and self._model() is model
+
+    def see(self, model: nn.Module) -> None:
+        """Remember that `model` fills the cache.
+
+        Raises
+        ------
+        ValueError
+            If its fingerprint is not the one that was told.
+        """
+        own = None if self.told is None else fingerprint(model)
+        if self.told is not None and own is None:
+            logger.warning("weights are offloaded: nobody can tell whether this model filled the loaded cache")
+        elif self.told != own and self.told is not None and own is not None:
+            if self.told["dtype"] != own["dtype"]:
+                raise ValueError(
+                    f"this cache was saved by a model with {self.told['dtype']} weights, this one's are "
+                    f"{own['dtype']}: load the model with dtype=torch.{self.told['dtype']}, or fill a new cache"
+                )
+            raise ValueError(
+                f"this cache was saved by another model: its weights had the fingerprint {self.told['weights'][:12]}…, "
+                f"this one's have {own['weights'][:12]}…: load the model that filled it, or fill a new cache"
+            )
+        self._model = weakref.ref(model)
+
+    def fingerprint(self) -> dict[str, str] | None:
+        """The model's fingerprint; None if it was never seen, or is gone."""
+        model = None if self._model is None else self._model()
+        return self.told if model is None else fingerprint(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
+        copy = Origin(self.told)
+        copy._model = self._model
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"told": self.fingerprint(), "_model": None}  # another process has another model
