@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
+from torch import Tensor
 from transformers import TextStreamer
 
 from kvfold.cli.options import CalibrationFile, Json, Model, parse_dtype, token_progress
-from kvfold.formats import DEFAULT, check_names
+from kvfold.formats import DEFAULT, KeyStatistics, check_names
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
+from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.prompt import answer, prompt_ids, read_prompt
 
 
@@ -24,6 +27,14 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above, samples.")] = 0.0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     calibration: CalibrationFile = None,
+    cache_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache",
+            help="A file to keep the folded cache in. If it is there, only what it does not hold yet of the prompt is "
+            "read; prompt and answer are saved to it at the end.",
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -32,6 +43,12 @@ def generate(
     kvfold generate --prompt "Why is the sky blue?"
 
     kvfold generate --file report.txt --prompt "Summarise this." --format kvfold-4:turboquant-3
+
+    Ask about one document again and again, and read it once:
+
+    kvfold generate --file report.txt --prompt "Who wrote it?" --cache report.kv
+
+    kvfold generate --file report.txt --prompt "And when?" --cache report.kv
     """
     check_names(format)
     weights = parse_dtype(dtype)
@@ -49,15 +66,20 @@ def generate(
     ids = prompt_ids(tokenizer, "\n\n".join(parts), raw)
     attach(network)
     cache = FoldedCache(network.config, format, calibration=calibration)
+    if cache_file is not None and cache_file.exists():
+        cache = _reused(cache_file, cache, ids)
+    held = cache.get_seq_length()
     with token_progress() as progress:
-        task = progress.add_task("reading the prompt", total=ids.shape[1] - 1)
+        task = progress.add_task("reading the prompt", total=ids.shape[1] - 1, completed=held)
         read_prompt(network, ids, cache, progress=lambda n: progress.advance(task, n))
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     said = answer(network, tokenizer, ids, cache, max_new_tokens, temperature, streamer)
+    if cache_file is not None:
+        cache.save(cache_file, ids=said.ids[:, : cache.get_seq_length()])
     report = cache.report()
     if as_json:
         row = {
-            "model": model, "format": format, "prompt_tokens": ids.shape[1], "text": said.text,
+            "model": model, "format": format, "prompt_tokens": ids.shape[1], "reused_tokens": held, "text": said.text,
             "new_tokens": said.tokens, "tokens_per_second": said.tokens_per_second, **report.to_json(),
         }  # fmt: skip
         print(json.dumps(row, indent=2, ensure_ascii=False))
@@ -68,3 +90,45 @@ def generate(
         f"{report.ratio_to_bf16:.2f}x smaller than bf16[/]",
         highlight=False,
     )
+
+
+def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
+    """The cache in a file, cropped to what it holds of the prompt `ids` (1, T); `fresh` if there is no use for it.
+
+    The last token of the prompt is left out: it is read to be answered.
+    """
+    loaded = FoldedCache.load(path, fresh.text_config)
+    if loaded.ids is None or loaded.ids.shape[0] != 1:
+        raise ValueError(f"cache = {str(path)!r} holds no tokens of one text: save it with cache.save(path, ids=ids)")
+    for kept, asked in zip(loaded.layers, fresh.layers, strict=True):
+        own, wanted = (layer.folded.format if isinstance(layer, FoldedLayer) else "dense" for layer in (kept, asked))
+        if own != wanted:
+            raise ValueError(
+                f"cache = {str(path)!r} is folded as {own}, and format = {wanted!r}: give that one's --format, or "
+                "another --cache"
+            )
+        if isinstance(kept, FoldedLayer) and not _alike(kept.folded.statistics, asked.folded.statistics):
+            raise ValueError(
+                f"cache = {str(path)!r} was made with another --calibration, or without one: give the same again, or "
+                "another --cache"
+            )
+    held, prompt = loaded.ids[0], ids[0]
+    both = min(len(held), len(prompt))
+    alike = int((held[:both] == prompt[:both]).long().cumprod(0).sum())
+    keep = min(alike, len(prompt) - 1)
+    if keep == len(held):
+        return loaded
+    say = f"{path} holds {len(held)} tokens; the prompt starts with the first {alike} of them"
+    try:
+        loaded.crop(keep - len(held))
+    except RuntimeError:
+        keep = 0
+        say += ", and this model's sliding windows do not go back"
+    Console(stderr=True).print(f"{say}: {keep} are reused", highlight=False, markup=False, soft_wrap=True)
+    return loaded if keep else fresh
+
+
+def _alike(one: KeyStatistics | None, other: KeyStatistics | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.query_energy, other.query_energy) and torch.equal(one.key_variance, other.key_variance)
