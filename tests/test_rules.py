@@ -1,6 +1,7 @@
 """Which block a name gets, and every combination of blocks in a model."""
 
 import logging
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -21,6 +22,7 @@ from kvfold.formats.ggml import Ggml
 from kvfold.formats.names import get_format as fresh
 from kvfold.formats.rules import _told
 from kvfold.formats.tbq import TBQ
+from kvfold.quant.polar import from_pairs
 
 KEYS = ("f16", "q8_0", "q4_0", "tbq3", "tbq4", "tbqp3", "tbqp4")
 VALUES = ("f16", "q8_0", "q4_0", "tbq3", "tbq4")
@@ -272,3 +274,41 @@ def test_qjl_hurts_keys_of_3_and_4_bits(
     assert three_qjl > 2 * three
     assert four_qjl > 2 * four
     assert four < three
+
+
+def test_amx3_holds_keys_as_they_were_before_rope() -> None:
+    """With the model's own frequencies, row by row from each row's first token, as eviction will ask for them."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=512,
+        rope_parameters={"rope_type": "linear", "rope_theta": 5_000.0, "factor": 2.0},
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    kvfold.attach(model)
+    ids, padding = torch.randint(0, 256, (2, 150)), 30
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    seen: list[Tensor] = []
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    cache = FoldedCache(config, "amx3:tbq3")
+    with torch.no_grad():
+        for part in (slice(0, 100), slice(100, 150)):
+            model(
+                ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=positions[:, part],
+                past_key_values=cache,
+            )
+    before = torch.cat(seen, 1).unflatten(-1, (2, 128)).transpose(1, 2)  # (batch, kv_heads, tokens, 128)
+    for row, first in ((0, 0), (1, padding)):
+        (group,) = (group for group in cache.layers[1].folded.groups if row in group.batch_rows.tolist())  # type: ignore[attr-defined]
+        keys = group.rows.formats.keys
+        assert isinstance(keys, AMX3)
+        pages = replace(group.rows.keys.pages(), tokens=150 - first)
+        got = from_pairs(keys.before_rope(pages))[0]
+        own = before[row, :, first:]
+        cosine = torch.nn.functional.cosine_similarity(got, own, dim=-1)
+        assert cosine.mean() > 0.96
+        assert torch.nn.functional.cosine_similarity(got[:, 20:], own[:, :-20], dim=-1).mean() < 0.5
