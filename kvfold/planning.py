@@ -184,10 +184,10 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, dense_byt
     """
     dense_only = DENSE_DTYPES.get(format)
     total, tables = 0.0, {}
-    for layer in layers:
+    for index, layer in enumerate(layers):
         itemsize = dense_bytes if dense_only is None else dense_only
         if layer.kind in FOLDED and dense_only is None:
-            pair = _formats_of(layer, format)
+            pair = _formats_of(layer, format).at(index, None)
             total += layer.kv_heads * _folded_bytes(pair, tokens, itemsize) + 8  # and the row's index
             if pair.awaits_fit:
                 total += layer.kv_heads * _fit_bytes(pair, tokens)

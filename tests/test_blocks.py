@@ -16,6 +16,7 @@ from torch import Tensor
 from kvfold.formats import BLOCKS, PAIRS, get_format, get_formats
 from kvfold.formats.amx3 import AMX3
 from kvfold.formats.block import BlockFormat
+from kvfold.formats.latent import KeyView
 from kvfold.formats.outliers import Outliers
 from kvfold.formats.polar4 import Polar4
 from kvfold.formats.statistics import KeyStatistics
@@ -66,15 +67,18 @@ def test_golden_bytes(case: str) -> None:
         assert (ulps[0] - ulps[1]).abs().max() <= golden["norm_ulp"]
         made[..., at] = blocks[..., at]
     assert torch.equal(made, blocks)
-    pages = replace(fmt.from_bytes(blocks), first=position)
+    pages = fmt.from_bytes(blocks, position)
     assert torch.equal(fmt.to_bytes(pages), blocks)
     expected = _read(golden["decoded"], torch.float32)
     if case.startswith("tbqp"):  # there, signs correct scores and leave vectors alone
         q = _read([golden["query"]], torch.float32)
         scores = (fmt.unfold(pages) * q).sum(-1)
         torch.testing.assert_close(scores.squeeze(1), torch.tensor(golden["scores"]), rtol=1e-4, atol=1e-5)
-        values = get_formats(f"tbq{fmt.bits - 1}" if fmt.bits == 4 else "tbq3", fmt.head_dim, fmt.head_dim).values
-        assert not isinstance(values, TBQ) or not values.signs
+        values = KeyView.of(fmt, fmt.coded)  # type: ignore[attr-defined]  # of codes alone, as in latent attention
+        vectors = values.form.unfold(pages)
+        expected = expected[..., : vectors.shape[-1]]
+        torch.testing.assert_close(vectors, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+        assert not get_formats(f"tbqp{fmt.bits}_0", 256, 256).values.signs  # type: ignore[attr-defined]
         return
     # polar4 rounds to bfloat16 on the way, which `unfold` does not.
     tolerance = 2e-3 if case.startswith("polar4") else 1e-6

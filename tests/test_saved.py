@@ -287,7 +287,7 @@ class TestFile:
         assert data["layer3"]["format"] == "kvfold-3"
         rows = cache.layers[3].folded.groups[0].rows
         assert torch.equal(tensors["layer3.group0.keys.code"], rows.keys.pages().code)
-        assert torch.equal(tensors["layer3.group0.tail.value"], rows.tail_span().value)
+        assert torch.equal(tensors["layer3.group0.tail.values"], rows.tail_span().value)
         assert torch.equal(tensors["layer3.group0.keys_fit.order"], rows.formats.keys.order)
         assert torch.equal(tensors["ids"], random_ids(2, 400))
         for name, tensor in read(tmp_path / "cache", KIND, VERSION).tensors.items():
@@ -640,7 +640,7 @@ class TestAbsurd:
             (lambda s: s.tensors.update(extra=torch.zeros(2)), "extra has no place here"),
             (lambda s: s.tensors.pop("ids"), "ids is missing"),
             (lambda s: s.tensors.update(ids=torch.zeros(2, 99, dtype=torch.long)), "ids is torch.int64 of the shape"),
-            (lambda s: s.tensors["layer0.group0.tail.key"].fill_(torch.inf), "tail.key holds a NaN or an infinity"),
+            (lambda s: s.tensors["layer0.group0.tail.keys"].fill_(torch.inf), "tail.keys holds a NaN or an infinity"),
             (lambda s: s.tensors["layer1.values"].fill_(torch.nan), "layer1.values holds a NaN or an infinity"),
             (lambda s: s.tensors["layer0.group0.keys_fit.order"].fill_(3), "order is no order of 64 channels"),
             (lambda s: s.tensors["layer2.group0.values.code"].fill_(255), "hold something after the last token"),

@@ -31,8 +31,8 @@ def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | N
     if mask is not None and mask.dtype != torch.bool:
         return f"the CPU kernel takes masks of bool, and this is one of {mask.dtype}"
     for form in (rows.keys.form, rows.values.form):
-        if not form.kernels:
-            return f"{type(form).__name__} pages are read by the reference alone"
+        if form.only_reference is not None:
+            return form.only_reference
         if any(width % TILE for width in form.groups):
             return f"the CPU kernel takes scales for groups of {TILE} channels, these are of {form.groups}"
     return None
@@ -105,7 +105,9 @@ def attend_rows(
 
 
 def reads_as(format: Format, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
-    """How the kernel multiplies pages of a format: "integers" or "floats"."""
+    """How pages of a format are multiplied: "integers" or "floats" by the kernel, or by the "reference" alone."""
+    if format.form.only_reference is not None:
+        return "reference"
     store = PageStore(format.form)
     store.append(format.fold(torch.zeros(1, 1, format.page_size, format.head_dim)))
     return "integers" if module.in_integers(instruction_set, _side(store)) else "floats"

@@ -82,7 +82,8 @@ def attend(
             counts = torch.arange(group.rows.length - own_query.shape[2], group.rows.length, device=query.device) + 1
             factor = group.rows.formats.keys.sharpness(counts)
             assert factor is not None
-            own_query = own_query * factor.to(own_query.dtype).unsqueeze(-1)
+            wide = torch.promote_types(own_query.dtype, torch.float32)  # 16 bits would round the factor away
+            own_query = own_query.to(wide) * factor.to(wide).unsqueeze(-1)
         result = run(
             own_query,
             group.rows,
@@ -105,6 +106,8 @@ def path_of(formats: FormatPair, device: str) -> str:
     if device != "cpu":
         return "reference in torch: there is no kernel for it yet"
     keys, values = cpu.reads_as(formats.keys), cpu.reads_as(formats.values)
+    if "reference" in (keys, values):
+        return f"reference in torch: {formats.keys.form.only_reference or formats.values.form.only_reference}"
     sides = f"in {keys}" if keys == values else f"keys in {keys}, values in {values}"
     return f"C++, {cpu.INSTRUCTION_SETS[0]}, {sides}"
 

@@ -492,6 +492,17 @@ class LayerCache:
         per_token = sum(like.shape[1] * like.shape[3] for like in own)
         return per_token * sum(len(group.batch_rows) * group.rows.length for group in self.groups)
 
+    def own(self) -> list[object]:
+        """What holds this layer's own tensors: pages, dense tokens, row indices."""
+        return [
+            (group.batch_rows, group.rows.sinks, group.rows.tail, group.rows.query_energy, *group.rows.pages())
+            for group in self.groups
+        ]
+
+    def tables(self) -> list[object]:
+        """What holds tables, most of which other layers share."""
+        return [self.statistics, *((group.rows.formats, group.rows.unfitted) for group in self.groups)]
+
     def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
         assert self._like is not None

@@ -325,8 +325,9 @@ class FoldedRows:
             pages = self._fold_ripe(tail, formats)
             # Nothing below fails.
             self._set_formats(formats)
-            for store, folded in zip(self.stores, pages or (), strict=False):
-                store.append(folded)
+            if pages is not None:
+                for store, folded in zip(self.stores, pages, strict=True):
+                    store.append(folded)
             self._keep_tail(tail, 0)
         # A crop that leaves no trace may go back behind the fit.
         self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
@@ -338,7 +339,8 @@ class FoldedRows:
     def _fold(self, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
         """Pages for each of `stores` that hold tokens from slot `slot` of the stream on, and nothing elsewhere."""
         pages = []
-        for fmt, x, _ in zip((formats.keys, formats.values), (key, value), self.stores, strict=False):
+        sides = ((formats.keys, key), (formats.values, value))
+        for fmt, x in sides[: len(self.stores)]:
             pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot))
             require_finite(pages[-1])
         return pages
@@ -400,17 +402,20 @@ class FoldedRows:
         saved = Contents(
             {"pages": self.keys.count, "tail_start": self.tail_start, "fitted": fitted, "queries": queries}
         )
-        for name, span in (("sinks", self.sink_span()), ("tail", self.tail_span())):
+        sides = ("keys", "values")[: len(self.stores)]
+        for span_name, span in (("sinks", self.sink_span()), ("tail", self.tail_span())):
             if span is not None:
-                saved.tensors |= {f"{name}.key": span.key, f"{name}.value": span.value}
+                for name, tensor in zip(sides, (span.key, span.value), strict=False):
+                    saved.tensors[f"{span_name}.{name}"] = tensor
         if self.keys.count:
-            for name, store in zip(("keys", "values"), self.stores, strict=False):
+            for name, store in zip(sides, self.stores, strict=True):
                 saved.tensors |= {f"{name}.{part}": tensor for part, tensor in store.pages().tensors()}
         if self.query_energy is not None:
             saved.tensors["query_energy"] = self.query_energy
         if fitted:
-            for name, fmt in (("keys_fit", self.formats.keys), ("values_fit", self.formats.values)):
-                saved.put(name, Contents({}, fmt.fit_tables()))
+            for name in ("keys", "values"):
+                fmt, before = getattr(self.formats, name), getattr(self.unfitted, name)
+                saved.put(f"{name}_fit", Contents({}, fmt.fit_tables() if before.awaits_fit else {}))
         return saved
 
     @classmethod
@@ -459,13 +464,14 @@ class FoldedRows:
             shape = (batch, kv_heads, saved.number("queries", 0, most), rows.key_dim)
             rows.query_energy = saved.tensor("query_energy", [torch.bfloat16], shape)
 
+        sides = ("keys", "values")[: len(rows.stores)]
         count = saved.number("pages")
         rows.tail_start = saved.number("tail_start")
         rows._check_layout(count, after, saved.where)
 
         def dense(name: str, tokens: int, capacity: int) -> tuple[Tensor, Tensor]:
             parts = rows._room(*like, capacity)
-            for part, empty, room in zip(("key", "value"), like, parts, strict=True):
+            for part, empty, room in zip(sides, like, parts, strict=False):
                 shape = (batch, kv_heads, tokens, empty.shape[3])
                 room[:, :, :tokens] = saved.tensor(f"{name}.{part}", [empty.dtype], shape) if tokens else empty
             return parts
@@ -475,7 +481,7 @@ class FoldedRows:
         if not formats.folds_by_token:
             held = max(length - rows.tail_start, 0)
             rows.tail = dense("tail", held, -(-held // TAIL_STEP) * TAIL_STEP)
-        for name, store, one in zip(("keys", "values"), rows.stores, page, strict=False):
+        for name, store, one in zip(sides, rows.stores, page, strict=True):
             if count:
                 tensors = {
                     part: saved.tensor(f"{name}.{part}", [t.dtype], (batch, kv_heads, count, *t.shape[3:]))

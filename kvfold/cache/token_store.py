@@ -10,7 +10,7 @@ from kvfold.cache.report import CacheReport, LayerReport, held_bytes
 class TokenStore:
     """Folded keys and values of one sequence in all layers of a model: append, read, evict.
 
-    `keys` and `values` unfold what they return, and nothing else.
+    `keys` and `values` unfold a layer to read from it: they are for looking, not for attention at every step.
 
     Parameters
     ----------
@@ -76,12 +76,18 @@ class TokenStore:
         """Values likewise."""
         return self._read(layer, 1, start, stop)
 
-    def evict(self, position: int) -> None:
-        """Forget the tokens from `position` on, in every layer."""
+    def evict(self, position: int) -> int:
+        """Forget the tokens from `position` on, in every layer.
+
+        Returns
+        -------
+        int
+            How many kept tokens go on from folded values although they would be dense had the others never come
+            (kvfold and centred formats, beyond their last 24 tokens); 0 for none.
+        """
         if position < 0:
             raise ValueError(f"position = {position}: give 0 or more")
-        for layer in self.layers:
-            layer.crop(position)
+        return max(layer.crop(position) for layer in self.layers)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -90,14 +96,13 @@ class TokenStore:
 
     def report(self) -> CacheReport:
         """Bytes held, walked tensor by tensor, layer by layer."""
-        rows, tables = [], []
-        for layer in self.layers:
-            own = [(group.rows.sinks, group.rows.tail, *group.rows.pages()) for group in layer.groups]
-            tables += [(group.rows.formats, group.rows.unfitted) for group in layer.groups]
-            rows.append(LayerReport(layer.index, layer.format, layer.columns, layer.value_count, held_bytes(own)))
+        rows = [
+            LayerReport(layer.index, layer.format, layer.columns, layer.value_count, held_bytes(layer.own()))
+            for layer in self.layers
+        ]
         return CacheReport(
             layers=tuple(rows),
-            shared_bytes=held_bytes(tables),
+            shared_bytes=held_bytes([layer.tables() for layer in self.layers]),
             held_bytes=held_bytes(self.layers),
             values=sum(row.values for row in rows),
         )

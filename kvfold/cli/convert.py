@@ -13,7 +13,9 @@ from rich.progress import track
 from kvfold.cache.saved import replacing
 from kvfold.cli.options import Json
 from kvfold.formats import get_format
+from kvfold.formats.before_rope import BASE
 from kvfold.formats.block import BlockFormat
+from kvfold.quant.polar import default_frequencies
 
 RAW = "f32"
 TOKENS = 4_096
@@ -29,6 +31,7 @@ def convert(
     position: Annotated[
         int, typer.Option(min=0, help="Position of the first vector: amx3 and tbqx3 turn RoPE back by it.")
     ] = 0,
+    rope_base: Annotated[float, typer.Option(help="RoPE's base, for amx3 and tbqx3: the model's rope_theta.")] = BASE,
     layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors: polar4 has a rotation for each.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -41,7 +44,7 @@ def convert(
 
     kvfold convert keys.q8_0 keys.f32 --from q8_0 --to f32 --head-dim 64
     """
-    first, second = (_format(name, head_dim, layer) for name in (source_format, out_format))
+    first, second = (_format(name, head_dim, layer, rope_base) for name in (source_format, out_format))
     size = 4 * head_dim if first is None else first.block_bytes
     if not source.is_file():
         raise FileNotFoundError(f"source = {str(source)!r}: there is no such file")
@@ -57,12 +60,8 @@ def convert(
         for start in track(starts, "converting", console=Console(stderr=True), transient=True, disable=len(starts) < 4):
             here = min(TOKENS, count - start)
             raw = torch.frombuffer(bytearray(file.read(here * size)), dtype=torch.uint8).view(here, size)
-            if first is None:
-                x = raw.view(torch.float32)
-            else:
-                pages = first.from_bytes(raw)
-                pages.first = position + start
-                x = first.unfold(pages)
+            pages = None if first is None else first.from_bytes(raw, position + start)
+            x = raw.view(torch.float32) if first is None or pages is None else first.unfold(pages)
             if second is None:
                 y, data = x, x.contiguous().view(torch.uint8)
             else:
@@ -85,11 +84,11 @@ def convert(
     )
 
 
-def _format(name: str, head_dim: int, layer: int) -> BlockFormat | None:
+def _format(name: str, head_dim: int, layer: int, rope_base: float) -> BlockFormat | None:
     """The block format `name`; None for float32 numbers."""
     if name == RAW:
         return None
-    fmt = get_format(name, head_dim).at(layer, None)
+    fmt = get_format(name, head_dim).at(layer, default_frequencies(head_dim, rope_base))
     if not isinstance(fmt, BlockFormat):
         raise ValueError(f"format = {name!r} has no blocks: convert reads and writes {RAW} and block formats")
     return fmt

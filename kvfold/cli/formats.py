@@ -1,7 +1,7 @@
 """`kvfold formats`: every format, what it costs, what it is."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import torch
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.attention.dispatch import path_of
-from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, get_formats
+from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, FormatPair, get_formats
 from kvfold.formats.block import BlockFormat
 
 OF_OTHERS = (
@@ -39,17 +39,12 @@ def formats(
     --blocks lists formats whose bytes other systems define, and pairs by the names that they give them.
     """
     names = OF_OTHERS if blocks else FORMATS
+    pairs = _pairs(names, head_dim, skip=blocks)
     if devices:
-        return _print_paths(names, head_dim, as_json)
+        return _print_paths(pairs, head_dim, as_json)
     presets = {name: preset for preset, name in PRESETS.items()}
     rows = []
-    for name in names:
-        try:
-            pair = get_formats(name, head_dim, head_dim)
-        except ValueError:  # of another head_dim
-            if not blocks:
-                raise
-            continue
+    for name, pair in pairs.items():
         keys, values = pair.keys, pair.values
         same = keys.summary == values.summary
         rows.append(
@@ -94,16 +89,28 @@ def formats(
     Console().print(table)
 
 
-def _print_paths(names: Sequence[str], head_dim: int, as_json: bool) -> None:
+def _pairs(names: Sequence[str], head_dim: int, skip: bool) -> dict[str, FormatPair]:
+    """Formats by name; those of another head_dim are left out if `skip`."""
+    pairs = {}
+    for name in names:
+        try:
+            pairs[name] = get_formats(name, head_dim, head_dim)
+        except ValueError:
+            if not skip:
+                raise
+    return pairs
+
+
+def _print_paths(pairs: Mapping[str, FormatPair], head_dim: int, as_json: bool) -> None:
     """What reads each format on each device of this machine."""
     present = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
     rows = [
         {
             "format": name,
             "head_dim": head_dim,
-            **{d: path_of(get_formats(name, head_dim, head_dim), d) for d in present},
+            **{d: path_of(pair, d) for d in present},
         }
-        for name in names
+        for name, pair in pairs.items()
     ]
     if as_json:
         print(json.dumps(rows, indent=2))

@@ -1,6 +1,7 @@
 """Named ways to fold vectors into pages."""
 
 from kvfold.formats.base import Format, Window
+from kvfold.formats.block import BlockFormat
 from kvfold.formats.names import (
     BLOCKS,
     DEFAULT,
@@ -28,6 +29,7 @@ __all__ = [
     "NO_RESIDUAL",
     "PAIRS",
     "PRESETS",
+    "BlockFormat",
     "Format",
     "FormatPair",
     "KeyStatistics",

@@ -6,52 +6,27 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import pad_tokens
-from kvfold.formats.block import BlockFormat
+from kvfold.formats.before_rope import DIM, PAIRS, BeforeRope
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.tbq import TBQ
 from kvfold.quant import polar
 from kvfold.quant.bitstream import from_bytes, from_stream, to_bytes, to_stream
 
-DIM = 128
-BASE = 1e6
-"""RoPE's base where no model says another: what that system assumes for all."""
 ANGLE_BITS = 4
 
 
 @dataclass(frozen=True)
-class AMX3(BlockFormat):
+class AMX3(BeforeRope):
     """Part A, 50 bytes, is `tbq3` and all that attention reads. Part B, 58 bytes, holds σ, 3-bit radii and 4-bit angles
     of the pairs k[f] + i·k[f + 64] with RoPE turned back, for eviction to score without unfolding a key.
-
-    Attributes
-    ----------
-    head_dim
-        128.
-    bits
-        3.
-    frequencies
-        RoPE's ω_f, 64 of them; (): those of base 10⁶.
     """
-
-    bits: int = 3
-    frequencies: tuple[float, ...] = ()
 
     summary = "tbq3 blocks with the key before RoPE beside them, as radii and angles"
     source = "TBQ fork of llama.cpp (seed 004)"
-    bit_range = (3, 3)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.head_dim != DIM:
-            raise ValueError(f"head_dim = {self.head_dim}: amx3 blocks are of {DIM}")
-
-    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "AMX3":
-        return self if frequencies is None else replace(self, frequencies=frequencies)
 
     @property
     def block_bytes(self) -> int:
-        return self._attention.block_bytes + 2 + DIM // 2 * (polar.RADIUS_BITS + ANGLE_BITS) // 8
+        return self._attention.block_bytes + 2 + PAIRS * (polar.RADIUS_BITS + ANGLE_BITS) // 8
 
     @cached_property
     def _attention(self) -> TBQ:
@@ -61,19 +36,13 @@ class AMX3(BlockFormat):
     def form(self) -> PageForm:
         return self._attention.form
 
-    def encode(self, x: Tensor, position: int = 0) -> TokenCodes:
-        frequencies = self.frequencies or polar.default_frequencies(DIM, BASE)
+    def encode_at(self, x: Tensor, position: int) -> TokenCodes:
         positions = position + torch.arange(x.shape[-2], device=x.device)
-        pairs = polar.turn(polar.to_pairs(x), positions, frequencies, back=True)
+        pairs = polar.turn(polar.to_pairs(x), positions, self.omega, back=True)
         codes = polar.search(pairs, polar.encode(pairs, ANGLE_BITS), ANGLE_BITS)
         radius, angle = to_stream(codes.radius, polar.RADIUS_BITS), to_stream(codes.angle, ANGLE_BITS)
         beside = torch.cat((to_bytes(codes.sigma.half()), radius, angle), -1)
         return replace(self._attention.encode(x), beside=beside)
-
-    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
-        after = -(slot + x.shape[-2]) % self.page_size
-        tokens = pad_tokens(self.encode(x.float(), position), slot, after)
-        return self.form.pack(tokens.paged(self.page_size))
 
     def before_rope(self, pages: Pages) -> Tensor:
         """Keys before RoPE, from part B: complex64, (…, tokens, 64), pair f being k[f] + i·k[f + 64]."""

@@ -67,6 +67,8 @@ class Format(ABC):
     """One line: what it is."""
     source: ClassVar[str]
     """Where it comes from."""
+    turns_back: ClassVar[bool] = False
+    """Whether it must know RoPE's frequencies (`at`)."""
     bit_range: ClassVar[tuple[int, int]] = (1, 8)
     """Fewest and most bits of a code."""
 

@@ -36,13 +36,15 @@ class BlockFormat(Format):
         tokens = self.form.unpack(pages).map_tokens(lambda t: t.flatten(-3, -2)[..., : pages.tokens, :])
         return self.to_blocks(tokens)
 
-    def from_bytes(self, blocks: Tensor) -> Pages:
+    def from_bytes(self, blocks: Tensor, position: int = 0) -> Pages:
         """Pages of vectors that come as blocks.
 
         Parameters
         ----------
         blocks
             uint8, (…, tokens, block_bytes), at least one token.
+        position
+            Position of the first token in its sequence; few formats care.
 
         Raises
         ------
@@ -61,7 +63,7 @@ class BlockFormat(Format):
         tokens = self.from_blocks(blocks)
         self.check(tokens)
         pages = self.form.pack(pad_tokens(tokens, 0, -blocks.shape[-2] % self.page_size).paged(self.page_size))
-        pages.tokens = blocks.shape[-2]
+        pages.tokens, pages.first = blocks.shape[-2], position
         return pages
 
     def check(self, tokens: TokenCodes) -> None:

@@ -18,7 +18,7 @@ class DenseForm(PageForm):
     """Pages whose "codes" are float16 numbers."""
 
     def pack(self, tokens: TokenCodes) -> Pages:
-        return Pages(code=tokens.code, scale=tokens.scale, tokens=tokens.code.shape[-3] * self.page_size)
+        return Pages(tokens.code, tokens.scale, tokens=tokens.code.shape[-3] * self.page_size)
 
     def unpack(self, pages: Pages) -> TokenCodes:
         return TokenCodes(pages.code, pages.scale)

@@ -7,10 +7,12 @@ from functools import cached_property
 from torch import Tensor
 
 from kvfold.formats.base import Format, Window
+from kvfold.formats.float16 import Float16
 from kvfold.formats.names import get_format, parse
 from kvfold.formats.page import FirstChannels, PageForm, TokenCodes
+from kvfold.formats.rules import told
 from kvfold.formats.statistics import KeyStatistics
-from kvfold.formats.tbq import ROPE, TBQ
+from kvfold.formats.tbq import ROPE
 from kvfold.quant.transforms import Transform
 
 
@@ -122,12 +124,15 @@ class KeyView(Format):
 
 
 def latent(name: str, key_dim: int, latent_dim: int) -> Format:
-    """The format of MLA keys: `name` for their first `latent_dim` channels, float16 for the rest."""
+    """The format of MLA keys: `name` for their first `latent_dim` channels, float16 for the rest.
+
+    A latent has no RoPE, so amx3 and tbqx3 become tbq3.
+    """
     block = parse(name).block
-    if key_dim == latent_dim or block in ("float16", "f16"):
-        return get_format(name, key_dim)
+    if block in ("amx3", "tbqx3"):
+        name = name.replace(block, told(block, "tbq3", "it turns RoPE back, and a latent has none"), 1)
+        block = "tbq3"
     if block is not None and block.startswith("tbq") and (latent_dim, key_dim - latent_dim) == (512, ROPE):
-        whole = get_format(name, key_dim)
-        if isinstance(whole, TBQ):
-            return whole
-    return Latent.of(get_format(name, latent_dim), key_dim)
+        return get_format(name, key_dim)
+    base = get_format(name, latent_dim)
+    return get_format("float16", key_dim) if isinstance(base, Float16) else Latent.of(base, key_dim)

@@ -1,7 +1,7 @@
 """TurboQuant with more bits for outlier channels: 2.5 and 3.5 bits a value."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -77,9 +77,7 @@ class Outliers(Ordered):
     def form(self) -> PageForm:
         bits = (self.outlier_bits,) * (self.outliers // TILE) + (self.bits,) * ((self.head_dim - self.outliers) // TILE)
         sizes = (self.outliers, self.head_dim - self.outliers)
-        (_, more), (_, fewer) = self._parts
-        lut = level_table({more: sphere_levels(more, sizes[0]), fewer: sphere_levels(fewer, sizes[1])}, bits)
-        rotation = torch.block_diag(*(orthogonal("haar", d, self.seed + i).matrix for i, d in enumerate(sizes)))
+        lut, rotation = _tables(bits, sizes, self.seed)
         order = torch.arange(self.head_dim, dtype=torch.int16) if self.order is None else self.order
         transform = OrderedMatrix(ChannelOrder(order), rotation)
         return PageForm(self.head_dim, self.page_size, bits, lut, transform, self.lanes, sizes)
@@ -94,6 +92,14 @@ class Outliers(Ordered):
             codes.append(nearest_level(part / norm.where(norm != 0, 1), levels)[0])
             norms.append(norm)
         return TokenCodes(torch.cat(codes, -1), torch.cat(norms, -1).half())
+
+
+@cache
+def _tables(bits: tuple[int, ...], sizes: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
+    """Levels and the rotation of both parts, one for all that split alike."""
+    levels = {b: sphere_levels(b, d) for b, d in zip((bits[0], bits[-1]), sizes, strict=True)}
+    rotations = (orthogonal("haar", d, seed + i).matrix for i, d in enumerate(sizes))
+    return level_table(levels, bits), torch.block_diag(*rotations)
 
 
 SPLITS = {"2.5": (4, 2, 1), "3.5": (2, 3, 1), "3.5q": (4, 3, 2)}

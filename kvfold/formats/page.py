@@ -155,10 +155,14 @@ class PageForm:
     def __deepcopy__(self, memo: dict[int, Any]) -> "PageForm":
         return self  # nothing changes it, and copies of a cache share its tables
 
+    def __post_init__(self) -> None:
+        if self.plain_dim and self.lanes == "channels":
+            raise ValueError(f"plain_dim = {self.plain_dim}: values have no plain channels, keys may")
+
     @property
-    def kernels(self) -> bool:
-        """Whether kernels read such pages; the reference always does."""
-        return True
+    def only_reference(self) -> str | None:
+        """Why no kernel reads such pages; None if kernels do."""
+        return None
 
     @property
     def scale_groups(self) -> tuple[slice, ...]:
@@ -175,6 +179,10 @@ class PageForm:
     def pack(self, tokens: TokenCodes) -> Pages:
         """Pack tokens (…, N, P, D), whole pages, with page metadata (…, N, D)."""
         parts = {field.name: getattr(tokens, field.name) for field in fields(tokens) if field.name != "code"}
+        for name in ("scale", "offset"):
+            held = 0 if parts[name] is None else parts[name].shape[-1]
+            if held not in (0, len(self.scale_groups)):
+                raise ValueError(f"{name} has {held} groups, the form has {len(self.scale_groups)}")
         code = ops.pack(tokens.code, list(self.bits), self.lanes)
         return Pages(code=code, tokens=tokens.code.shape[-3] * self.page_size, **parts)
 
@@ -248,12 +256,13 @@ class FirstChannels(PageForm):
                 groups.append(min(width, code_dim - held))
             held += width
         own = {field.name: getattr(whole, field.name) for field in fields(PageForm)}
-        own |= {"code_dim": code_dim, "transform": transform, "groups": tuple(groups), "plain_dim": 0}
+        own |= {"code_dim": code_dim, "transform": transform, "plain_dim": 0}
+        own["groups"] = tuple(groups) if whole.groups else ()
         return cls(**own, whole=whole)
 
     @property
-    def kernels(self) -> bool:
-        return bool(self.bits)
+    def only_reference(self) -> str | None:
+        return self.whole.only_reference if self.bits else "values are a view of float16 keys"
 
     def levels(self, pages: Pages) -> Tensor:
         return self.whole.levels(pages)[..., : self.code_dim]

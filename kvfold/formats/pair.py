@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from kvfold.formats.base import Format, Window
 from kvfold.formats.latent import KeyView, latent
 from kvfold.formats.names import check_names, get_format
+from kvfold.formats.rules import told
 from kvfold.formats.statistics import FEWEST_FITTED, FIT_TOKENS
 
 
@@ -84,8 +85,8 @@ def get_formats(
     """
     keys, values = check_names(names)
     if values_of_keys:
+        if values != keys:
+            told(values, f"a view of {keys} keys", "values of latent attention are the latent again")
         form = latent(keys, key_dim, value_dim)
         return FormatPair(form, KeyView.of(form, value_dim), window)
-    return FormatPair(
-        get_format(keys, key_dim, lanes="tokens"), get_format(values, value_dim, lanes="channels"), window
-    )
+    return FormatPair(get_format(keys, key_dim), get_format(values, value_dim, lanes="channels"), window)

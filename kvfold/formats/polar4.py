@@ -39,7 +39,6 @@ class Polar4(BlockFormat):
         Whose rotation: that of `torch.Generator().manual_seed(42 + 1000 · layer)`.
     """
 
-    page_size: int = PAGE
     layer: int = 0
 
     summary = "Rows of 4-bit indices and a float32 norm, brought back to length when read; a byte an index in polar4-u8"

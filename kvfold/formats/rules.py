@@ -34,31 +34,37 @@ def block_of(name: str, suffix: str | None, head_dim: int, lanes: Lanes) -> Bloc
     - AMX3 and TBQX3 are for 128; elsewhere tbq3 stands in.
     """
     kind = "values" if lanes == "channels" else "keys"
+    asked = name if suffix is None else f"{name}_{suffix}"
     if not name.startswith(("tbq", "amx")):
         if name in ("q8_0", "q4_0") and head_dim % GROUP:
-            return Block(_told(name, "float16", f"its blocks are of {GROUP}, and head_dim is {head_dim}"))
+            return Block(told(asked, "float16", f"its blocks are of {GROUP}, and head_dim is {head_dim}"))
         if kind == "values" and head_dim == 512 and name in ("q8_0", "q4_0"):
-            return Block(_told(name, "float16", "values of 512 are TBQ or float16"))
+            return Block(told(asked, "float16", "values of 512 are TBQ or float16"))
         return Block(name)
-    if head_dim not in SUFFIXES:
+    if head_dim not in SUFFIXES or (kind == "values" and head_dim == 576):
         stand_in = "q8_0" if head_dim % GROUP == 0 else "float16"
-        return Block(_told(name, stand_in, f"it has no block for head_dim {head_dim}"))
+        return Block(told(asked, stand_in, f"it has no block for {kind} of {head_dim}"))
+    why = []
     if kind == "values" and name in KEYS_ONLY:
-        name = _told(name, KEYS_ONLY[name], "what it adds is for scores of keys, not for values")
+        name = KEYS_ONLY[name]
+        why.append("what it adds is for scores of keys, not for values")
     if name in ("amx3", "tbqx3") and head_dim != 128:
-        name = _told(name, "tbq3", f"its blocks are of 128, and head_dim is {head_dim}")
-    own = SUFFIXES[head_dim]
-    if suffix is not None and suffix not in own:
-        _told(f"{name}_{suffix}", f"{name}_{own[0]}", f"that is the block of head_dim {head_dim}")
+        why.append(f"its blocks are of 128, and head_dim is {head_dim}")
+        name = "tbq3"
+    if suffix is not None and suffix not in SUFFIXES[head_dim]:
+        why.append(f"that is no block of head_dim {head_dim}")
         suffix = None
     if head_dim == 64 and kind == "keys" and suffix is None and name == "tbq3":
-        name = _told(name, "tbqp3", "3-bit keys of 64 need the signs")
+        why.append("3-bit keys of 64 need the signs")
+        name = "tbqp3"
     double = head_dim == 64 and (suffix == "3" or (suffix is None and kind == "keys" and name in ("tbqp3", "tbqp4")))
+    if why:
+        told(asked, f"{name}_{SUFFIXES[head_dim][double]}", "; ".join(why))
     return Block(name, double)
 
 
 @cache
-def _told(name: str, becomes: str, why: str) -> str:
+def told(name: str, becomes: str, why: str) -> str:
     """`becomes`, with a word in the log the first time."""
     logger.warning("format %s becomes %s: %s", name, becomes, why)
     return becomes

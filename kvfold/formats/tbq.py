@@ -76,7 +76,7 @@ class TBQ(BlockFormat):
 
     @cached_property
     def form(self) -> PageForm:
-        first = tbq.rotation(self.coded, self.double)
+        first, projection = self._rotations
         unit = self.coded if self.double else sqrt(self.coded)
         bits = uniform_bits(self.coded, self.level_bits)
         levels = tuple(level / unit for level in tbq.levels(self.level_bits))
@@ -89,7 +89,7 @@ class TBQ(BlockFormat):
         gain = sqrt(pi / 2) / self.coded if self._projects else 1 / unit
         bits = (*bits, *uniform_bits(self.coded, 1))
         lut = level_table({self.level_bits: levels, 1: (-gain, gain)}, bits)
-        second = tbq.qjl_rotation(self.coded).matrix @ first.matrix if self._projects else first.matrix
+        second = first.matrix if projection is None else projection.matrix @ first.matrix
         both = torch.cat((first.matrix, second))
         return PageForm(
             2 * self.coded, self.page_size, bits, lut, Transform(both, both.mT), self.lanes, 2 * groups, plain
@@ -100,11 +100,18 @@ class TBQ(BlockFormat):
         """Whether signs are those of a projection (QJL)."""
         return self.coded >= HALF
 
+    @cached_property
+    def _rotations(self) -> tuple[Transform, Transform | None]:
+        """The first, and the one of projected remainders: what a cache in this format holds beside its form."""
+        first = tbq.rotation(self.coded, self.double)
+        return first, tbq.qjl_rotation(self.coded) if self.signs and self._projects else None
+
     def encode(self, x: Tensor) -> TokenCodes:
         size = x.shape[-1]
+        first, second = self._rotations
         x, plain = (x[..., : self.coded], x[..., self.coded :].half()) if self.coded < size else (x, None)
         # w has unit variance for a vector of length 1; for `double`, unit root mean square for any.
-        w = tbq.rotation(self.coded, self.double).apply(x) * (self.coded if self.double else sqrt(self.coded))
+        w = first.apply(x) * (self.coded if self.double else sqrt(self.coded))
         parts = 1 if self.signs else self.halves  # with signs, halves share their scales
         d = w.unflatten(-1, (parts, -1)).square().mean(-1).sqrt()
         y = w / d.repeat_interleave(self.coded // parts, -1)
@@ -113,9 +120,9 @@ class TBQ(BlockFormat):
         scale = d.expand(*d.shape[:-1], self.halves)
         if self.signs:
             remainder = y - torch.tensor(tbq.levels(self.level_bits), device=x.device)[code.int()]
-            if self._projects:
+            if second is not None:
                 size_of_remainder = remainder.square().sum(-1, keepdim=True).sqrt()
-                remainder = tbq.qjl_rotation(self.coded).apply(remainder)
+                remainder = second.apply(remainder)
             else:
                 size_of_remainder = remainder.abs().mean(-1, keepdim=True)
             code = torch.cat((code, (remainder >= 0).to(torch.uint8)), -1)

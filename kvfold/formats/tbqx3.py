@@ -1,23 +1,19 @@
 """TBQX3 blocks (seed 004, removed there): the key before RoPE as radii, angles and tangent signs, and nothing else."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import pi
 
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import pad_tokens
-from kvfold.formats.block import BlockFormat
+from kvfold.formats.before_rope import DIM, PAIRS, BeforeRope
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.kernels import ops
 from kvfold.quant import polar
 from kvfold.quant.bitstream import from_bytes, from_stream, to_bytes, to_stream
 from kvfold.quant.transforms import orthogonal
 
-DIM = 128
-PAIRS = DIM // 2
-BASE = 1e6
 ANGLE_BITS = 3
 
 
@@ -36,8 +32,8 @@ class PolarForm(PageForm):
     frequencies: tuple[float, ...] = ()
 
     @property
-    def kernels(self) -> bool:
-        return False
+    def only_reference(self) -> str | None:
+        return "tbqx3 turns each key to its position when it is read"
 
     def levels(self, pages: Pages) -> Tensor:
         code = ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes)
@@ -51,37 +47,11 @@ class PolarForm(PageForm):
 
 
 @dataclass(frozen=True)
-class TBQX3(BlockFormat):
-    """k_f = σ·r·e^{iφ}·(1 ± i·π/16), turned to the token's position: 58 bytes of σ, radii, angles and tangent signs.
-
-    Attributes
-    ----------
-    head_dim
-        128.
-    bits
-        3.
-    frequencies
-        RoPE's ω_f, 64 of them; (): those of base 10⁶.
-    """
-
-    bits: int = 3
-    frequencies: tuple[float, ...] = ()
+class TBQX3(BeforeRope):
+    """k_f = σ·r·e^{iφ}·(1 ± i·π/16), turned to the token's position: 58 bytes of σ, radii, angles and tangent signs."""
 
     summary = "Keys before RoPE as radii and angles, turned to their position when read (by the reference alone)"
     source = "TBQ fork of llama.cpp (seed 004), removed there"
-    bit_range = (3, 3)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.head_dim != DIM or self.lanes != "tokens":
-            raise ValueError(f"head_dim = {self.head_dim}, lanes = {self.lanes!r}: tbqx3 is for keys of {DIM}")
-
-    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "TBQX3":
-        return self if frequencies is None else replace(self, frequencies=frequencies)
-
-    @property
-    def _frequencies(self) -> tuple[float, ...]:
-        return self.frequencies or polar.default_frequencies(DIM, BASE)
 
     @property
     def block_bytes(self) -> int:
@@ -93,21 +63,16 @@ class TBQX3(BlockFormat):
         bits = (polar.RADIUS_BITS,) * groups + (ANGLE_BITS,) * groups + (1,) * groups
         return PolarForm(
             3 * PAIRS, self.page_size, bits, torch.zeros(3 * groups, 8), orthogonal("identity", DIM), self.lanes,
-            groups=(DIM,), frequencies=self._frequencies,
+            groups=(DIM,), frequencies=self.omega,
         )  # fmt: skip
 
-    def encode(self, x: Tensor, position: int = 0) -> TokenCodes:
+    def encode_at(self, x: Tensor, position: int) -> TokenCodes:
         positions = position + torch.arange(x.shape[-2], device=x.device)
-        pairs = polar.turn(polar.to_pairs(x), positions, self._frequencies, back=True)
+        pairs = polar.turn(polar.to_pairs(x), positions, self.omega, back=True)
         codes = polar.encode(pairs, ANGLE_BITS)
         off = pairs * torch.polar(torch.ones(()), -polar.centres(codes.angle, ANGLE_BITS))
         code = torch.cat((codes.radius, codes.angle, (off.imag >= 0).to(torch.uint8)), -1)
         return TokenCodes(code, codes.sigma.half())
-
-    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
-        after = -(slot + x.shape[-2]) % self.page_size
-        tokens = pad_tokens(self.encode(x.float(), position), slot, after)
-        return replace(self.form.pack(tokens.paged(self.page_size)), first=position - slot)
 
     def to_blocks(self, tokens: TokenCodes) -> Tensor:
         assert tokens.scale is not None

@@ -64,7 +64,6 @@ class Uniform(BlockFormat):
         counts = (1, self.head_dim) if self.residual else (0, 0)
         return _HEADER.pack(self.seed, self.bits, self.head_dim, *counts)
 
-    @cached_property
     def _rotation(self) -> Tensor:
         power = 1 << (self.head_dim.bit_length() - 1)
         matrix = np.eye(self.head_dim)
@@ -76,7 +75,7 @@ class Uniform(BlockFormat):
         bits, middle = uniform_bits(self.head_dim, self.bits), 2 ** (self.bits - 1)
         levels = {self.bits: tuple(float(code - middle) for code in range(2 * middle)), 1: (-1.0, 1.0)}
         groups: tuple[int, ...] = (GROUP,) * self._groups
-        matrix, code_dim = self._rotation, self.head_dim
+        matrix, code_dim = self._rotation(), self.head_dim
         if self.residual:
             bits, groups = (*bits, *uniform_bits(self.head_dim, 1)), (*groups, self.head_dim)
             matrix, code_dim = torch.cat((matrix, matrix)), 2 * code_dim
@@ -84,7 +83,7 @@ class Uniform(BlockFormat):
         return PageForm(code_dim, self.page_size, bits, lut, rotation, self.lanes, groups)
 
     def encode(self, x: Tensor) -> TokenCodes:
-        y = (x @ self._rotation.to(x.device).mT).unflatten(-1, (-1, GROUP))
+        y = self.form.transform.apply(x)[..., : self.head_dim].unflatten(-1, (-1, GROUP))
         middle = 2 ** (self.bits - 1)
         scale = y.abs().amax(-1, keepdim=True) / (middle - 1)
         steps = (y * scale.reciprocal()).where(scale != 0, 0).round().clamp(1 - middle, middle - 1)

@@ -15,7 +15,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
 from kvfold.cache.saved import Contents, read, write
-from kvfold.formats import DEFAULT, get_formats
+from kvfold.formats import DEFAULT
 from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
 from kvfold.integrations.transformers.origin import Origin
@@ -104,19 +104,10 @@ class FoldedCache(Cache):  # type: ignore[misc]
         for i, layer in enumerate(layers):
             fmt = policy.format_of(i, len(layers))
             if fmt is not None and self._folds(layer, i):
-                shape, latent = self._expected_shape(i), self._latent()
-                fitted, frequencies = False, None
-                if latent is not None:
-                    fitted = get_formats(fmt, sum(latent), latent[0], values_of_keys=True).keys.awaits_fit
-                elif shape is not None:  # raises if the format cannot take this head_dim
-                    frequencies = rope_frequencies(self.text_config, shape[1])
-                    fitted = get_formats(fmt, shape[1], shape[1]).at(i, frequencies).keys.awaits_fit
-                statistics = None
-                if calibration is not None:
-                    statistics = calibration.layers.get(i)
-                    if statistics is None and fitted:
-                        raise ValueError(f"the calibration has no layer {i}: calibrate this model")
-                folded = LayerCache(fmt, i, dense_dtype, policy.window, statistics, frequencies, sharpen=sharpen)
+                folded = LayerCache(fmt, i, dense_dtype, policy.window, sharpen=sharpen)
+                folded.statistics = None if calibration is None else calibration.layers.get(i)
+                self._check_formats(folded, calibration)
+                latent = self._latent()
                 layers[i] = (
                     FoldedLayer(folded, self.forward_pass)
                     if latent is None
@@ -133,6 +124,31 @@ class FoldedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._before: list[Callable[[], None]] | None = None
         self._updated_last = len(layers)
+
+    def _check_formats(self, folded: LayerCache, calibration: Calibration | None) -> None:
+        """Raise now, and not at the first token, if a layer's formats do not fit the model; tell them its RoPE."""
+        latent, shape = self._latent(), self._expected_shape(folded.index)
+        if latent is not None:
+            folded.values_of_keys = True
+            formats = folded.formats_of(sum(latent), latent[0])
+        elif shape is not None:
+            formats = folded.formats_of(shape[1], shape[1])
+        else:
+            return
+        if formats.keys.turns_back:
+            assert shape is not None
+            folded.frequencies = rope_frequencies(self.text_config, shape[1])
+            if folded.frequencies is None:
+                raise ValueError(
+                    f"format = {folded.format!r} turns RoPE back, but by which frequencies this "
+                    f"{self.text_config.model_type} turns keys is not told simply: take tbq3"
+                )
+            formats = folded.formats_of(shape[1], shape[1])
+        if calibration is not None and formats.keys.awaits_fit:
+            if folded.statistics is None:
+                raise ValueError(f"the calibration has no layer {folded.index}: calibrate this model")
+            if formats.keys.head_dim == folded.statistics.key_variance.shape[-1]:
+                formats.keys.fitted(folded.statistics)
 
     def _check_calibration(self, calibration: Calibration) -> None:
         """Raise if it is plainly of another model."""
@@ -379,18 +395,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         tables: list[object] = [self.ids]
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
-                own = [
-                    (
-                        group.batch_rows,
-                        group.rows.sinks,
-                        group.rows.tail,
-                        group.rows.query_energy,
-                        *group.rows.pages(),
-                    )
-                    for group in layer.folded.groups
-                ]
-                tables.extend((group.rows.formats, group.rows.unfitted) for group in layer.folded.groups)
-                tables.append(layer.folded.statistics)
+                own = layer.folded.own()
+                tables.append(layer.folded.tables())
                 name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
             else:
                 own = [layer]

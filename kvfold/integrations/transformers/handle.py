@@ -41,6 +41,8 @@ class FoldedHandle(Tensor):
             "every step: answers are right, but it takes time and a dense copy of one layer"
         )
         layer = self.appended.layer
+        if layer.sharpen:
+            raise ValueError("sharpen = True, but this model computes with keys before its attention function")
         key, value = layer.unfold(self.dtype)
         if layer.values_of_keys:  # then it stands for the latent or the rotary part of keys
             key, value = value, key[..., value.shape[-1] :]

@@ -68,6 +68,8 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
             appended = self.folded.append(key, value, self.forward_pass.padding)
             warn = self.forward_pass.warn_once
             return FoldedHandle(appended, key_states, 0, warn), FoldedHandle(appended, value_states, 1, warn)
+        if self.folded.sharpen:
+            raise ValueError("sharpen = True, but this model does not read folded caches: kvfold.attach(model) first")
         self.forward_pass.warn_once(
             "this model does not read the folded cache, so every step unfolds it into dense keys and values: "
             "answers are right, but it takes time and a dense copy of one layer. kvfold.attach(model), where it can, "

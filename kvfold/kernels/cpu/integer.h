@@ -2,7 +2,7 @@
 // registers and are multiplied there; nothing is unfolded to memory. integer_keys.h and integer_values.h do it.
 //
 // A level is middle + step · number. That is exact for codebooks on such a grid, and elsewhere far below the distance of
-// levels of up to 4 bits. Weights of values have 8 bits, with a scale a page. Queries have 8, with a scale for each segment
+// levels of up to 4 bits. Weights of values have 8 bits, with a scale for each page and scale group. Queries have 8, with a scale for each segment
 // of tiles that need equal precision, and 16 where levels have 5 or 6 (few channels have so many, and large queries) or
 // tokens have offsets (which leave small errors, in channels of all sizes).
 #pragma once

@@ -114,6 +114,9 @@ struct OwnedSide : kvfold::Side {
     centre_batch = batch, centre_head = head, centre_dim = dim;
   }
   kvfold::Side view() const {
+    const std::size_t tiles = (shape.head_dim + kvfold::kTile - 1) / kvfold::kTile;
+    require(groups == 1 || own_groups.size() >= tiles, "every 16 channels must have a scale group");
+    require(centre_dim <= tiles * kvfold::kTile, "centres must not be wider than codes");
     kvfold::Side side = *this;
     side.shape.bits = own_bits.empty() ? nullptr : reinterpret_cast<const std::uint8_t*>(own_bits.data());
     if (groups > 1) side.group_of_tile = reinterpret_cast<const std::uint8_t*>(own_groups.data());

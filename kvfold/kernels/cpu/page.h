@@ -127,7 +127,7 @@ class Page {
     else
       channel_lanes(code);
     if (side_.unit_levels) bring_to_unit_length();
-    for (std::size_t t = 0; t < size_ && side_.plain; ++t)
+    for (std::size_t t = 0; t < size_ && side_.plain && !tokens_first_; ++t)
       for (std::size_t c = 0; c < side_.plain_dim; ++c)
         scratch_[(side_.shape.head_dim + c) * size_ + t] = from_half(plain_[t * side_.plain_dim + c]);
   }

@@ -1,0 +1,69 @@
+"""What formats have in common that hold keys as they were before RoPE."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from kvfold.formats.base import pad_tokens
+from kvfold.formats.block import BlockFormat
+from kvfold.formats.page import Pages, TokenCodes
+from kvfold.quant.polar import default_frequencies
+
+DIM = 128
+PAIRS = DIM // 2
+BASE = 1e6
+"""RoPE's base where nobody says another: what the system assumes for all models."""
+
+
+@dataclass(frozen=True)
+class BeforeRope(BlockFormat):
+    """Keys of 128 channels, of which channel f and channel f + 64 are turned together, as Llama's and most others are.
+
+    Attributes
+    ----------
+    head_dim
+        128.
+    bits
+        3.
+    frequencies
+        RoPE's ω_f, 64 of them; (): those of base 10⁶.
+    """
+
+    bits: int = 3
+    frequencies: tuple[float, ...] = ()
+
+    bit_range = (3, 3)
+    turns_back: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__.lower()
+        if self.head_dim != DIM or self.lanes != "tokens":
+            raise ValueError(f"head_dim = {self.head_dim}, lanes = {self.lanes!r}: {name} is for keys of {DIM}")
+        if len(self.frequencies) not in (0, PAIRS):
+            raise ValueError(
+                f"frequencies = {len(self.frequencies)} of them: {name} takes {PAIRS}, of a RoPE that turns all "
+                "channels; take tbq3 for others"
+            )
+
+    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> Self:
+        return self if frequencies is None else replace(self, frequencies=frequencies)
+
+    @property
+    def omega(self) -> tuple[float, ...]:
+        """ω_f, given or assumed."""
+        return self.frequencies or default_frequencies(DIM, BASE)
+
+    @abstractmethod
+    def encode_at(self, x: Tensor, position: int) -> TokenCodes:
+        """`encode` of tokens (…, T, D) of which the first is at `position`."""
+
+    def encode(self, x: Tensor) -> TokenCodes:
+        return self.encode_at(x, 0)
+
+    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
+        after = -(slot + x.shape[-2]) % self.page_size
+        tokens = pad_tokens(self.encode_at(x.float(), position), slot, after)
+        return replace(self.form.pack(tokens.paged(self.page_size)), first=position - slot)
