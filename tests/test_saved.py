@@ -190,10 +190,12 @@ class TestGoingOn:
         more = random_ids(1, 20, seed=2)
         assert torch.equal(_logits(model, more, cache), _logits(model, more, loaded))
 
-    def test_calibrated(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("format", ["kvfold-3", "kvfold-3:turboquant-2.5"])
+    def test_calibrated(self, format: str, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
+        """Keys by the calibration; values perhaps by the prompt."""
         torch.manual_seed(0)
         layers = {i: KeyStatistics(*torch.rand(2, 2, 64)) for i in range(4)}
-        cache = FoldedCache(llama.config, "kvfold-3", calibration=kvfold.Calibration(layers))
+        cache = FoldedCache(llama.config, format, calibration=kvfold.Calibration(layers))
         cache.save(tmp_path / "empty")
         loaded = FoldedCache.load(tmp_path / "empty")
         ids = random_ids(2, 120)
