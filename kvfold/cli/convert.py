@@ -13,9 +13,8 @@ from rich.progress import track
 from kvfold.cache.saved import replacing
 from kvfold.cli.options import Json
 from kvfold.formats import get_format
-from kvfold.formats.before_rope import BASE
+from kvfold.formats.before_rope import BASE, frequencies_of
 from kvfold.formats.block import BlockFormat
-from kvfold.quant.polar import default_frequencies
 
 RAW = "f32"
 TOKENS = 4_096
@@ -88,7 +87,7 @@ def _format(name: str, head_dim: int, layer: int, rope_base: float) -> BlockForm
     """The block format `name`; None for float32 numbers."""
     if name == RAW:
         return None
-    fmt = get_format(name, head_dim).at(layer, default_frequencies(head_dim, rope_base))
+    fmt = get_format(name, head_dim).at(layer, frequencies_of(rope_base))
     if not isinstance(fmt, BlockFormat):
         raise ValueError(f"format = {name!r} has no blocks: convert reads and writes {RAW} and block formats")
     return fmt

@@ -17,6 +17,11 @@ BASE = 1e6
 """RoPE's base where nobody says another: what the system assumes for all models."""
 
 
+def frequencies_of(base: float) -> tuple[float, ...]:
+    """ω_f of a RoPE with that base and no scaling."""
+    return default_frequencies(DIM, base)
+
+
 @dataclass(frozen=True)
 class BeforeRope(BlockFormat):
     """Keys of 128 channels, of which channel f and channel f + 64 are turned together, as Llama's and most others are.
@@ -54,7 +59,7 @@ class BeforeRope(BlockFormat):
     @property
     def omega(self) -> tuple[float, ...]:
         """ω_f, given or assumed."""
-        return self.frequencies or default_frequencies(DIM, BASE)
+        return self.frequencies or frequencies_of(BASE)
 
     @abstractmethod
     def encode_at(self, x: Tensor, position: int) -> TokenCodes:
