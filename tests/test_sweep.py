@@ -19,8 +19,7 @@ import kvfold
 from kvfold.cache.rows import FoldedRows
 from kvfold.evaluate.records import append_row, open_rows, read_rows
 from kvfold.evaluate.sweep import Budgets, Config, StageFailed, Steps, Sweep, ablation, pareto, recommend
-from kvfold.formats import NO_RESIDUAL, get_formats
-from kvfold.formats.base import Format
+from kvfold.formats import NO_RESIDUAL, FormatPair, get_formats
 from kvfold.formats.hadamard import Hadamard
 from kvfold.formats.page import Pages
 
@@ -34,8 +33,9 @@ def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the bug of seed 002: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
     fold = FoldedRows._fold
 
-    def swapped(self: FoldedRows, fmt: Format, x: Tensor, slot: int = 0) -> Pages:
-        return fold(self, fmt, x.transpose(1, 2).reshape(x.shape), slot)
+    def swapped(self: FoldedRows, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
+        key, value = (x.transpose(1, 2).reshape(x.shape) for x in (key, value))
+        return fold(self, formats, key, value, slot)
 
     monkeypatch.setattr(FoldedRows, "_fold", swapped)
 
@@ -76,8 +76,8 @@ def test_a_bug_in_values_stops_at_the_values_stage(
 ) -> None:
     fold = Hadamard.fold_from
 
-    def shifted(self: Hadamard, x: Tensor, slot: int = 0) -> Pages:
-        pages = fold(self, x, slot)
+    def shifted(self: Hadamard, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
+        pages = fold(self, x, slot, position)
         return replace(pages, code=255 - pages.code) if self.lanes == "channels" else pages
 
     monkeypatch.setattr(Hadamard, "fold_from", shifted)
