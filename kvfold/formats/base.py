@@ -143,6 +143,10 @@ class Format(ABC):
     def encode(self, x: Tensor) -> TokenCodes:
         """Codes, scales and page metadata of one page's tokens each, `x` float32 of (…, T, D)."""
 
+    def encode_at(self, x: Tensor, position: int) -> TokenCodes:
+        """`encode` of tokens of which the first is at `position`; few formats care."""
+        return self.encode(x)
+
     def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
         """Pages that hold `x` from slot `slot` of the first one on, and nothing elsewhere.
 
@@ -159,7 +163,9 @@ class Format(ABC):
         if not self.folds_by_token:
             return self.form.pack(self.encode(x.unflatten(-2, (-1, self.page_size))))
         after = -(slot + x.shape[-2]) % self.page_size
-        return self.form.pack(pad_tokens(self.encode(x), slot, after).paged(self.page_size))
+        pages = self.form.pack(pad_tokens(self.encode_at(x, position), slot, after).paged(self.page_size))
+        pages.first = position - slot
+        return pages
 
     def fold(self, x: Tensor, position: int = 0) -> Pages:
         """Fold vectors into pages.

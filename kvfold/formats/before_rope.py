@@ -6,9 +6,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from kvfold.formats.base import pad_tokens
 from kvfold.formats.block import BlockFormat
-from kvfold.formats.page import Pages, TokenCodes
+from kvfold.formats.page import TokenCodes
 from kvfold.quant.polar import default_frequencies
 
 DIM = 128
@@ -62,13 +61,7 @@ class BeforeRope(BlockFormat):
         return self.frequencies or frequencies_of(BASE)
 
     @abstractmethod
-    def encode_at(self, x: Tensor, position: int) -> TokenCodes:
-        """`encode` of tokens (…, T, D) of which the first is at `position`."""
+    def encode_at(self, x: Tensor, position: int) -> TokenCodes: ...
 
     def encode(self, x: Tensor) -> TokenCodes:
         return self.encode_at(x, 0)
-
-    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
-        after = -(slot + x.shape[-2]) % self.page_size
-        tokens = pad_tokens(self.encode_at(x.float(), position), slot, after)
-        return replace(self.form.pack(tokens.paged(self.page_size)), first=position - slot)

@@ -6,8 +6,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import Format, Window
+from kvfold.formats.base import Format
 from kvfold.formats.page import PageForm, TokenCodes, uniform_bits
+from kvfold.formats.wrapped import Wrapped
 from kvfold.quant.packing import TILE
 from kvfold.quant.residuals import get_residual
 from kvfold.quant.transforms import Transform
@@ -17,7 +18,7 @@ RESIDUAL_SEED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corrected(Format):
+class Corrected(Wrapped):
     """b bits as (b − 1)-bit codes of another format and a sign of the remainder for each coordinate.
 
     Signs are channels D … 2D of the page form: a second channel group with a scale of its own, two levels,
@@ -31,7 +32,6 @@ class Corrected(Format):
         "qjl", "srht" or "sign" (`kvfold.quant.residuals`).
     """
 
-    base: Format
     residual: str
 
     summary = "One bit of each code spent on signs of the remainder"
@@ -48,14 +48,6 @@ class Corrected(Format):
             head_dim=base.head_dim, bits=base.bits + 1, page_size=base.page_size, seed=base.seed, lanes=base.lanes,
             base=base, residual=residual,
         )  # fmt: skip
-
-    @property
-    def window(self) -> Window:
-        return self.base.window
-
-    @property
-    def folds_by_token(self) -> bool:
-        return self.base.folds_by_token
 
     @cached_property
     def form(self) -> PageForm:

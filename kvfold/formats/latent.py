@@ -1,35 +1,27 @@
 """Keys whose last channels stay numbers, and values that are a view of keys: multi-head latent attention (MLA)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch import Tensor
 
-from kvfold.formats.base import Format, Window
+from kvfold.formats.base import Format
 from kvfold.formats.float16 import Float16
 from kvfold.formats.names import get_format, parse
 from kvfold.formats.page import FirstChannels, PageForm, TokenCodes
 from kvfold.formats.rules import told
-from kvfold.formats.statistics import KeyStatistics
 from kvfold.formats.tbq import ROPE
-from kvfold.quant.transforms import Transform
+from kvfold.formats.wrapped import Wrapped
+from kvfold.quant.transforms import AnyTransform, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent(Format):
+class Latent(Wrapped):
     """The first channels in another format, the rest (rotary ones) as float16.
 
     Rotary channels of DeepSeek's keys are some eighty times larger than the latent ones: any code's error in them would
     outweigh all others.
-
-    Attributes
-    ----------
-    base
-        The format of the first channels.
     """
-
-    base: Format
 
     summary = "The latent part of MLA keys in another format, the rotary part float16"
     source = "TBQ fork of llama.cpp (seed 004)"
@@ -39,33 +31,6 @@ class Latent(Format):
     def of(cls, base: Format, head_dim: int) -> "Latent":
         """Keys of `head_dim` whose first channels are in `base`."""
         return cls(head_dim=head_dim, bits=base.bits, page_size=base.page_size, lanes=base.lanes, base=base)
-
-    @property
-    def window(self) -> Window:
-        return self.base.window
-
-    @property
-    def folds_by_token(self) -> bool:
-        return self.base.folds_by_token
-
-    @property
-    def awaits_fit(self) -> bool:
-        return self.base.awaits_fit
-
-    def fitted(self, statistics: KeyStatistics) -> "Latent":
-        return replace(self, base=self.base.fitted(statistics.first(self.base.head_dim)))
-
-    def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "Latent":
-        return replace(self, base=self.base.at(layer, frequencies))
-
-    def select(self, rows: Tensor) -> "Latent":
-        return replace(self, base=self.base.select(rows))
-
-    def fit_tables(self) -> dict[str, Tensor]:
-        return self.base.fit_tables()
-
-    def with_fit_tables(self, tables: Mapping[str, Tensor]) -> "Latent":
-        return replace(self, base=self.base.with_fit_tables(tables))
 
     @cached_property
     def form(self) -> PageForm:
@@ -114,13 +79,18 @@ class KeyView(Format):
     @cached_property
     def form(self) -> PageForm:
         whole = self.keys.form
-        transform = whole.transform
-        if isinstance(transform, Transform) and transform.matrix.shape[0] > self.head_dim:
-            transform = Transform(transform.matrix[: self.head_dim, : self.head_dim])
-        return FirstChannels.of(whole, self.head_dim, transform)
+        return FirstChannels.of(whole, self.head_dim, _first(whole.transform, self.head_dim))
 
     def encode(self, x: Tensor) -> TokenCodes:
         raise NotImplementedError("values that are a view of keys are folded with them")
+
+
+@cache
+def _first(transform: AnyTransform, dim: int) -> AnyTransform:
+    """The part of a transform that makes the first `dim` coordinates of the first `dim` channels."""
+    if not isinstance(transform, Transform) or transform.matrix.shape[0] <= dim:
+        return transform
+    return Transform(transform.matrix[:dim, :dim])
 
 
 def latent(name: str, key_dim: int, latent_dim: int) -> Format:

@@ -78,6 +78,9 @@ FORMATS = (
 GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
 """kvfold-4, turboquant-3+qjl (one of the 3 bits for signs of the remainder), kvfold-4@128 (pages of 128 tokens)."""
 
+OTHERS = ("affine-BITS[gGROUP]", "uniform-BITS[r]", *(f"turboquant-{split}" for split in SPLITS))
+"""Names beside the grammar's: affine-4g32 (groups of 32), uniform-3r (with a residual), turboquant-2.5."""
+
 NO_RESIDUAL = ("kvfold",)
 """Families whose keys no residual fits: their channels have scales of their own, and bits by importance."""
 
@@ -189,7 +192,8 @@ def parse(name: str) -> Name:
 def _unknown(name: str) -> ValueError:
     return ValueError(
         f"format = {name!r} is not known: choose one of {', '.join((*PRESETS, *FORMATS))}, "
-        f"any {GRAMMAR}, a block format ({', '.join(BLOCKS)}), a pair ({', '.join(PAIRS)}), or keys:values"
+        f"any {GRAMMAR}, {', '.join(OTHERS)}, a block format ({', '.join(BLOCKS)}), a pair ({', '.join(PAIRS)}), or "
+        "keys:values"
     )
 
 
