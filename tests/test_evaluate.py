@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 import kvfold
 from kvfold.evaluate import FidelityMeter, evaluate_formats, split_passages
 from kvfold.evaluate.quality import codec_errors
-from kvfold.evaluate.text import text_sha256
+from kvfold.integrations.text import text_sha256
 
 
 def test_meter_against_the_definitions() -> None:

@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 import kvfold
 from kvfold.evaluate import evaluate_formats, split_passages, standard_text
 from kvfold.evaluate.quality import versions
-from kvfold.evaluate.text import text_sha256
+from kvfold.integrations.text import text_sha256
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window
 from kvfold.formats.channelwise import QUARTERS
 from kvfold.formats.page import level_table

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 import kvfold
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, standard_text
 from kvfold.evaluate.quality import versions
-from kvfold.evaluate.text import text_sha256
+from kvfold.integrations.text import text_sha256
 
 REPEATED = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
 

@@ -74,7 +74,7 @@ def attend_rows(
     by_row, by_head, by_token, _ = query.stride()
     task.set_query(query.data_ptr(), DTYPES[query.dtype], by_row, by_head, by_token, scaling)
     keys, values = _side(rows.keys), _side(rows.values)  # the kernel reads them until it returns
-    of_keys, of_values = _rotation(rows.keys.form.transform), _rotation(rows.values.form.transform)
+    of_keys, of_values = rotation(rows.keys.form.transform), rotation(rows.values.form.transform)
     task.set_pages(rows.keys.count, keys, values, of_keys, of_values, rows.window.sinks, folded_stop)
     held = []  # tensors whose addresses the kernel has
     for span, start in ((rows.sink_span(), 0), (dense, folded_until)):
@@ -141,7 +141,7 @@ def _side(store: PageStore | StoreView) -> module.Side:
     """A store's pages as the kernel knows them, made anew when memory has moved (`share_memory_` moves it)."""
     form, pages = store.form, store.storage
     if pages is None:
-        return _bare_side(form, (0, 0, 0))
+        return bare_side(form, (0, 0, 0))
     scale, offset, centre, channel_scale = pages.scale, pages.offset, pages.centre, pages.channel_scale
     plain = pages.plain if form.plain_dim else None
     parts = (form.lut, pages.code, scale, offset, centre, channel_scale, plain)
@@ -151,7 +151,7 @@ def _side(store: PageStore | StoreView) -> module.Side:
     if known is not None and known[0] == at:
         return known[1]
     code = pages.code
-    side = _bare_side(form, (at[1], code.stride(0) * code.itemsize, code.stride(1) * code.itemsize))
+    side = bare_side(form, (at[1], code.stride(0) * code.itemsize, code.stride(1) * code.itemsize))
     if scale is not None:
         groups = [g for g, width in enumerate(form.groups) for _ in range(width // TILE)]
         side.set_scale(
@@ -167,7 +167,8 @@ def _side(store: PageStore | StoreView) -> module.Side:
     return side
 
 
-def _bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
+def bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
+    """Codes at an address, with strides from row to row and head to head, as the kernel knows them."""
     whole = form.whole if isinstance(form, FirstChannels) else form
     side = module.Side(
         *code, form.page_size, whole.code_dim, bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(),
@@ -178,25 +179,25 @@ def _bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
     return side
 
 
-def _rotation(transform: AnyTransform) -> module.Rotation:
+def rotation(transform: AnyTransform) -> module.Rotation:
     """A transform as the kernel knows it, made anew when memory has moved."""
     at = tuple(tensor.data_ptr() for tensor in transform.tensors())
     known = _ROTATIONS.get(transform)
     if known is not None and known[0] == at:
         return known[1]
     if isinstance(transform, ChannelOrder):
-        rotation = module.Rotation.order(*_order(transform))
+        found = module.Rotation.order(*_order(transform))
     elif isinstance(transform, OrderedMatrix):
-        rotation = module.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
+        found = module.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
     elif isinstance(transform, Hadamard):
         mix = 0 if transform.mix is None else transform.mix.data_ptr()
-        rotation = module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), mix)
+        found = module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), mix)
     else:
         code_dim, dim = transform.matrix.shape
         inverse = 0 if transform.general_inverse is None else transform.general_inverse.data_ptr()
-        rotation = module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), inverse)
-    _ROTATIONS[transform] = at, rotation
-    return rotation
+        found = module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), inverse)
+    _ROTATIONS[transform] = at, found
+    return found
 
 
 def _order(order: ChannelOrder) -> tuple[int, int, int, int]:

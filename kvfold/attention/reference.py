@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.cache.paged import PagedLayer, Step
 from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.formats.page import PageForm, Pages, add_first
 
@@ -66,6 +67,54 @@ def attend_rows(
             reader.read_dense(q[..., block, :], dense, folded_later=True)
         out.append(reader.state.result(rows.values.form, logits))
     return torch.cat(out, dim=-2).flatten(1, 2)
+
+
+@torch.no_grad()
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: PagedLayer,
+    step: Step,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`kvfold.attention.paged.PagedAttention` of new tokens, one sequence after the other, in float32 or float64."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    size, kv_heads = layer.formats.keys.page_size, layer.pool.kv_heads
+    keys_form, values_form = layer.formats.keys.form, layer.formats.values.form
+    logits = None if sink_logits is None else _to_groups(sink_logits.to(dtype).view(1, -1, 1, 1), kv_heads)
+    out = query.new_empty(*query.shape[:2], layer.formats.values.head_dim, dtype=dtype)
+    for (first, count, length, tail, _), table in zip(step.rows.tolist(), step.block_table.tolist(), strict=True):
+        new, held = slice(first, first + count), (length - count) % size
+        dense = []
+        for tails, x in ((layer.tail_keys, key), (layer.tail_values, value)):
+            parts = [x[new].transpose(0, 1)] if tail < 0 else [tails[tail, :, :held], x[new].transpose(0, 1)]
+            dense.append(torch.cat(parts, 1)[None])
+        position = torch.arange(length - count, length, device=query.device)
+        q = _to_groups(query[new].transpose(0, 1)[None].to(dtype) * scaling, kv_heads)
+        reader = _Reader(
+            position=position,
+            folded_until=position // size * size,
+            mask=None,
+            softcap=softcap,
+            state=_OnlineSoftmax.empty(
+                1, kv_heads, q.shape[2], count, values_form.code_dim, layer.formats.values.head_dim, q
+            ),
+        )
+        per = layer.pool.pages_a_block
+        numbers = [table[page // per] * per + page % per for page in range((length - 1) // size)]
+        if numbers:
+            keys, values = layer.pool.read(torch.tensor(numbers, device=query.device))
+            token = torch.arange(len(numbers) * size, device=query.device)
+            barred = token >= reader.folded_until.unsqueeze(-1)
+            scores = reader._visible(page_scores(keys_form.rotated_query(q), keys, keys_form), token, barred)
+            reader.state.rotated += page_outputs(reader.state.weights(scores), values, values_form)
+        reader.read_dense(q, DenseSpan(dense[0], dense[1], length - count - held), folded_later=True)
+        out[new] = reader.state.result(values_form, logits)[0].flatten(0, 1).transpose(0, 1)
+    return out
 
 
 def _to_groups(x: Tensor, kv_heads: int) -> Tensor:

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from kvfold.cli.options import Model, parse_dtype, read_text, token_progress
 from kvfold.evaluate import split_passages
-from kvfold.evaluate.text import text_sha256
 from kvfold.integrations.models import load_model
+from kvfold.integrations.text import text_sha256
 from kvfold.integrations.transformers import calibrate as measure
 
 

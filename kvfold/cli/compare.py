@@ -12,9 +12,9 @@ from kvfold.cli.options import Json, Model, read_text, token_progress
 from kvfold.evaluate.compare import Executor
 from kvfold.evaluate.compare import compare as compare_executors
 from kvfold.evaluate.quality import split_passages, versions
-from kvfold.evaluate.text import text_sha256
 from kvfold.formats import DEFAULT, check_names
 from kvfold.integrations.models import load_model
+from kvfold.integrations.text import text_sha256
 
 
 def compare(

@@ -11,9 +11,9 @@ from rich.table import Table
 from kvfold.cache.calibration import Calibration
 from kvfold.cli.options import CalibrationFile, Json, Model, listed_integers, parse_dtype, read_text, token_progress
 from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
-from kvfold.evaluate.text import text_sha256
 from kvfold.formats import check_names
 from kvfold.integrations.models import load_model
+from kvfold.integrations.text import text_sha256
 from kvfold.integrations.transformers import attach
 
 

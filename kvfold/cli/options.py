@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvfold.evaluate.text import standard_text
+from kvfold.integrations.text import standard_text
 
 Model = Annotated[
     str, typer.Option(help="smollm2 (packaged), a folder with weights or one GGUF file, or a name on a hub.")

@@ -12,8 +12,8 @@ from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse
 from kvfold.evaluate.quality import split_passages
 from kvfold.evaluate.records import Row
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, pareto, recommend
-from kvfold.evaluate.text import text_sha256
 from kvfold.integrations.models import load_model
+from kvfold.integrations.text import text_sha256
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "invalid": "red"}
 

@@ -2,7 +2,7 @@
 
 from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
 from kvfold.evaluate.quality import QualityRow, evaluate_formats, split_passages
-from kvfold.evaluate.text import standard_text
+from kvfold.integrations.text import standard_text
 
 __all__ = [
     "Fidelity",

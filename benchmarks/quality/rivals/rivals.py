@@ -46,7 +46,7 @@ from torch import Tensor
 import kvfold
 from kvfold.evaluate import split_passages, standard_text
 from kvfold.evaluate.quality import versions
-from kvfold.evaluate.text import text_sha256
+from kvfold.integrations.text import text_sha256
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
-from kvfold.evaluate.text import standard_text
+from kvfold.integrations.text import standard_text
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
-from kvfold.evaluate.text import standard_text
+from kvfold.integrations.text import standard_text
 
 PLACES = ("lighthouse", "observatory", "archive", "greenhouse", "library", "harbour", "workshop", "museum")
 

@@ -1,3 +1,5 @@
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 def pack(codes: Tensor, packed: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
@@ -115,3 +117,42 @@ class Attention:
     ) -> None: ...
     def set_mask(self, mask: int, batch: int, head: int, query: int, columns: int) -> None: ...
     def attend(self, softcap: float, sink_logits: int, out: int) -> bool: ...
+
+class PagedLayer:
+    def __init__(
+        self,
+        isa: str,
+        keys: Side,
+        values: Side,
+        key_rotation: Rotation,
+        value_rotation: Rotation,
+        kv_heads: int,
+        repeat: int,
+        key_dim: int,
+        value_dim: int,
+        scaling: float,
+        softcap: float,
+        sink_logits: int,
+        dtype: int,
+        tail_keys: int,
+        tail_values: int,
+    ) -> None: ...
+
+class PagedStep:
+    def attend(
+        self,
+        layer: PagedLayer,
+        query: int,
+        query_token: int,
+        query_head: int,
+        key: int,
+        key_token: int,
+        key_head: int,
+        value: int,
+        value_token: int,
+        value_head: int,
+        out: int,
+        threads: int,
+    ) -> bool: ...
+
+def paged_step(rows: NDArray[np.int64], page_at: NDArray[np.int64], page_size: int) -> PagedStep: ...

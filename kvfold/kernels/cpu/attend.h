@@ -14,8 +14,10 @@ namespace kvfold {
 
 enum class Dtype : int { float32, float16, bfloat16 };
 
+inline std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
 // The keys, or the values, of a layer's pages. Strides are in elements and lead from a batch row or head to the next;
-// pages of a head follow each other.
+// pages of a head follow each other, unless a sequence says where they are.
 struct Side {
   const std::uint8_t* code = nullptr;
   std::size_t code_batch = 0, code_head = 0;
@@ -59,26 +61,37 @@ struct Rotation {
 // Dense tokens at consecutive positions, strides as above; a query reads those from its `start` to before its `stop`.
 struct Span {
   const void *key = nullptr, *value = nullptr;
-  std::size_t key_batch = 0, key_head = 0, key_token = 0, value_batch = 0, value_head = 0, value_token = 0;
+  std::size_t key_head = 0, key_token = 0, value_head = 0, value_token = 0;
   Dtype dtype = Dtype::float32;
   std::int64_t first = 0;    // position of the first token
   std::size_t tokens = 0;
   const std::int64_t *start = nullptr, *stop = nullptr;  // positions, one of each a query
 };
 
-struct Attention {
-  std::size_t batch = 0, kv_heads = 0, repeat = 0, queries = 0, key_dim = 0, value_dim = 0;
-  const void* query = nullptr;  // (batch, kv_heads · repeat, queries, key_dim)
-  std::size_t query_batch = 0, query_head = 0, query_token = 0;
-  Dtype query_dtype = Dtype::float32;
-  float scaling = 1;
+// What is one sequence's own: a batch row of a cache, or a request whose pages lie anywhere in a pool.
+struct Sequence {
+  std::size_t row = 0;  // of pages in one piece, of the mask, and of an order of channels
+  std::size_t queries = 0;
+  const void* query = nullptr;  // (kv_heads · repeat, queries, key_dim)
+  float* out = nullptr;         // (kv_heads · repeat, queries, value_dim)
   std::size_t pages = 0;
-  Side keys, values;
-  Rotation key_rotation, value_rotation;
-  std::int64_t pages_first = 0;               // position of the first folded token
+  const std::int64_t* page_at = nullptr;  // of each page, how many bytes after the first; null: pages follow each other
   const std::int64_t* folded_stop = nullptr;  // for each query, the position after the last that it reads folded
   const Span* spans = nullptr;
   std::size_t span_count = 0;
+};
+
+// Attention of sequences whose queries, keys and values are of one shape.
+struct Attention {
+  const Sequence* sequences = nullptr;
+  std::size_t count = 0;
+  std::size_t kv_heads = 0, repeat = 0, key_dim = 0, value_dim = 0;
+  std::size_t query_head = 0, query_token = 0, out_head = 0, out_token = 0;
+  Dtype query_dtype = Dtype::float32;
+  float scaling = 1;
+  Side keys, values;
+  Rotation key_rotation, value_rotation;
+  std::int64_t pages_first = 0;  // position of the first folded token
   // One byte a position, 0 where a query must not look; null for none. Strides in bytes, 0 to share.
   const std::uint8_t* mask = nullptr;
   std::size_t mask_batch = 0, mask_head = 0, mask_query = 0;
@@ -86,7 +99,6 @@ struct Attention {
   float softcap = 0;  // 0 for none
   int threads = 1;
   const float* sink_logits = nullptr;  // (kv_heads · repeat), or null
-  float* out = nullptr;                // (batch, kv_heads · repeat, queries, value_dim)
 };
 
 // The same body compiled for each instruction set; attend_impl.h.

@@ -11,6 +11,7 @@ namespace kvfold::KVFOLD_ISA {
 namespace {
 
 constexpr std::size_t kBlocksAThread = 24;  // less work than this is not worth waking a thread
+constexpr std::size_t kPiece = 16;          // blocks of a context that one thread reads at a time for few queries
 
 // Softmax state of a block of query rows.
 struct State {
@@ -22,10 +23,18 @@ struct State {
         total(rows * kLanes) {}
 };
 
-// Rows `first` to `first + count` of the (repeat, queries) rows of one batch row and KV head, over some blocks of keys.
+// Of one sequence and KV head: rows `first` to `first + count` of its (repeat, queries) rows.
+struct Unit {
+  const Sequence* sequence;
+  std::size_t head, first, count;
+  std::size_t first_row;           // of the rows of all sequences and heads
+  std::size_t pieces, first_state;  // of the context, and of their states
+};
+
+// Units over some blocks of their keys.
 class Worker {
  public:
-  Worker(const Attention& job)
+  Worker(const Attention& job, std::size_t most_rows)
       : job_(job),
         key_page_(job.keys, Layout::channels_first),
         value_page_(job.values, Layout::tokens_first),
@@ -33,7 +42,7 @@ class Worker {
         rotated_width_(padded(job.values.shape.head_dim)),
         plain_width_(padded(job.value_dim)),
         size_(job.keys.shape.page_size),
-        scores_(std::min(kRowBlock, job.repeat * job.queries) * std::max(size_, kDenseBlock))
+        scores_(most_rows * std::max(size_, kDenseBlock))
 #ifdef __AVX512VNNI__
         ,
         integer_keys_(key_page_),
@@ -43,22 +52,22 @@ class Worker {
   }
 
   // `query` and `rotated_query` are those of the rows, scaled.
-  void run(State& state, const float* query, const float* rotated_query, std::size_t batch, std::size_t head,
-           std::size_t first, std::size_t count, std::size_t block_begin, std::size_t block_end) {
-    batch_ = batch, head_ = head, first_ = first, count_ = count;
-    for (std::size_t r = 0; r < count; ++r) query_[r] = (first + r) % job_.queries;
+  void run(State& state, const Unit& unit, const float* query, const float* rotated_query, std::size_t block_begin,
+           std::size_t block_end) {
+    sequence_ = unit.sequence, head_ = unit.head, first_ = unit.first, count_ = unit.count;
+    for (std::size_t r = 0; r < count_; ++r) query_[r] = (first_ + r) % sequence_->queries;
 #ifdef __AVX512VNNI__
-    if (integer_keys_.fits() && block_begin < job_.pages) integer_keys_.prepare(rotated_query, count);
+    if (integer_keys_.fits() && block_begin < sequence_->pages) integer_keys_.prepare(rotated_query, count_);
 #endif
     for (std::size_t block = block_begin; block < block_end; ++block) {
-      if (block < job_.pages) {
+      if (block < sequence_->pages) {
         const std::int64_t start = job_.pages_first + static_cast<std::int64_t>(block * size_);
-        if (!visible(start, static_cast<std::int64_t>(size_), nullptr, job_.folded_stop)) continue;
+        if (!visible(start, static_cast<std::int64_t>(size_), nullptr, sequence_->folded_stop)) continue;
         read_page(state, rotated_query, block, start);
       } else {
-        std::size_t rest = block - job_.pages, at = 0;
-        while (rest >= blocks(job_.spans[at])) rest -= blocks(job_.spans[at++]);
-        const Span& span = job_.spans[at];
+        std::size_t rest = block - sequence_->pages, at = 0;
+        while (rest >= blocks(sequence_->spans[at])) rest -= blocks(sequence_->spans[at++]);
+        const Span& span = sequence_->spans[at];
         const std::size_t from = rest * kDenseBlock, tokens = std::min(kDenseBlock, span.tokens - from);
         const std::int64_t start = span.first + static_cast<std::int64_t>(from);
         if (!visible(start, static_cast<std::int64_t>(tokens), span.start, span.stop)) continue;
@@ -83,8 +92,8 @@ class Worker {
   // Keys as [channel][token], values as [token][channel].
   void unpack(const Span& span, std::size_t from_token, std::size_t tokens) {
     if (!dense_key_.size()) dense_key_ = Buffer(job_.key_dim * kDenseBlock), dense_value_ = Buffer(kDenseBlock * plain_width_);
-    const std::size_t key_at = batch_ * span.key_batch + head_ * span.key_head + from_token * span.key_token;
-    const std::size_t value_at = batch_ * span.value_batch + head_ * span.value_head + from_token * span.value_token;
+    const std::size_t key_at = head_ * span.key_head + from_token * span.key_token;
+    const std::size_t value_at = head_ * span.value_head + from_token * span.value_token;
     for (std::size_t first = 0; first < tokens; first += kLanes) {
       const std::size_t here = std::min(kLanes, tokens - first);
       for (std::size_t c = 0; c < job_.key_dim; c += kLanes) {
@@ -105,7 +114,7 @@ class Worker {
   // Reads a folded page into the state: either side in integers, if its codes fit them.
   void read_page(State& state, const float* rotated_query, std::size_t page, std::int64_t start) {
     float* scores = scores_.data();
-    const std::uint8_t* code = key_page_.find(batch_, head_, page);
+    const std::uint8_t* code = key_page_.find(*sequence_, head_, page);
 #ifdef __AVX512VNNI__
     if (integer_keys_.fits()) {
       integer_keys_.scores(code, count_, scores);
@@ -115,8 +124,8 @@ class Worker {
       key_page_.unfold(code);
       multiply<false>(count_, key_width_, size_, rotated_query, key_width_, key_page_.data(), size_, scores, size_);
     }
-    code = value_page_.find(batch_, head_, page);
-    for (std::size_t r = 0; r < count_; ++r) weigh(state, r, scores + r * size_, start, size_, size_, nullptr, job_.folded_stop);
+    code = value_page_.find(*sequence_, head_, page);
+    for (std::size_t r = 0; r < count_; ++r) weigh(state, r, scores + r * size_, start, size_, size_, nullptr, sequence_->folded_stop);
     float* sums = state.rotated.data();
 #ifdef __AVX512VNNI__
     if (integer_values_.fits()) {
@@ -152,8 +161,8 @@ class Worker {
     for (std::size_t t = 0; t < low; ++t) scores[t] = kNever;
     for (std::size_t t = high; t < stride; ++t) scores[t] = kNever;
     if (job_.mask) {
-      const std::size_t head = head_ * job_.repeat + (first_ + r) / job_.queries;
-      const std::uint8_t* mask = job_.mask + batch_ * job_.mask_batch + head * job_.mask_head + q * job_.mask_query;
+      const std::size_t head = head_ * job_.repeat + (first_ + r) / sequence_->queries;
+      const std::uint8_t* mask = job_.mask + sequence_->row * job_.mask_batch + head * job_.mask_head + q * job_.mask_query;
       for (std::size_t t = 0; t < stride; t += kLanes) {
         const std::int64_t left = job_.mask_columns - (start + static_cast<std::int64_t>(t));
         Flags flags{};
@@ -203,7 +212,8 @@ class Worker {
   IntegerKeys integer_keys_;
   IntegerValues integer_values_;
 #endif
-  std::size_t batch_ = 0, head_ = 0, first_ = 0, count_ = 0;
+  const Sequence* sequence_ = nullptr;
+  std::size_t head_ = 0, first_ = 0, count_ = 0;
   std::size_t query_[kRowBlock] = {};  // of each row
 };
 
@@ -219,73 +229,95 @@ bool in_integers([[maybe_unused]] const Side& side) {
 }
 
 bool attend(const Attention& job) {
-  const std::size_t rows = job.repeat * job.queries, row_blocks = (rows + kRowBlock - 1) / kRowBlock;
-  const std::size_t heads = job.batch * job.kv_heads, units = heads * row_blocks;
-  std::size_t blocks = job.pages;
-  for (std::size_t i = 0; i < job.span_count; ++i) blocks += Worker::blocks(job.spans[i]);
-  // Few rows over a long context: split the context, so that every thread has work.
-  const std::size_t worthwhile = std::max<std::size_t>(units * blocks / kBlocksAThread, 1);  // to wake a thread for
-  const std::size_t threads = std::min(static_cast<std::size_t>(std::max(job.threads, 1)), worthwhile);
-  const std::size_t wanted = units >= 4 * threads ? 1 : (4 * threads + units - 1) / units;
-  const std::size_t splits = threads == 1 ? 1 : std::clamp<std::size_t>(blocks / 4, 1, wanted);
   const std::size_t coded = job.keys.shape.head_dim, key_width = coded + job.keys.plain_dim, value_width = job.values.shape.head_dim;
   const std::size_t rotated_width = padded(value_width), plain_width = padded(job.value_dim);
-  const std::unique_ptr<State[]> states(new State[units * splits]);
-  Buffer queries(heads * rows * job.key_dim), rotated_queries(heads * rows * key_width);
+  // What there is to do. A sequence of few rows has its context in pieces, so that every thread has work; their length is
+  // fixed, so that what a sequence gets depends neither on the others nor on the number of threads.
+  std::size_t unit_count = 0, rows = 0;
+  for (std::size_t s = 0; s < job.count; ++s) {
+    const std::size_t own = job.repeat * job.sequences[s].queries;
+    unit_count += job.kv_heads * ((own + kRowBlock - 1) / kRowBlock), rows += job.kv_heads * own;
+  }
+  const std::unique_ptr<Unit[]> units(new Unit[unit_count]);
+  const auto blocks_of = [](const Sequence& sequence) {
+    std::size_t blocks = sequence.pages;
+    for (std::size_t i = 0; i < sequence.span_count; ++i) blocks += Worker::blocks(sequence.spans[i]);
+    return blocks;
+  };
+  std::size_t pieces = 0, work = 0, most_rows = 0, first_row = 0, at = 0;
+  for (std::size_t s = 0; s < job.count; ++s) {
+    const Sequence& sequence = job.sequences[s];
+    const std::size_t own = job.repeat * sequence.queries, blocks = blocks_of(sequence);
+    const std::size_t split = own <= kRowBlock ? std::max<std::size_t>((blocks + kPiece - 1) / kPiece, 1) : 1;
+    for (std::size_t head = 0; head < job.kv_heads; ++head, first_row += own)
+      for (std::size_t first = 0; first < own; first += kRowBlock, pieces += split, work += blocks) {
+        const std::size_t count = std::min(kRowBlock, own - first);
+        units[at++] = {&sequence, head, first, count, first_row + first, split, pieces};
+        most_rows = std::max(most_rows, count);
+      }
+  }
+  const std::unique_ptr<State[]> states(new State[pieces]);
+  const std::unique_ptr<const Unit*[]> unit_of(new const Unit*[pieces]);
+  for (std::size_t i = 0; i < unit_count; ++i)
+    std::fill_n(&unit_of[units[i].first_state], units[i].pieces, &units[i]);
+  const std::size_t threads = std::min({static_cast<std::size_t>(std::max(job.threads, 1)), std::max<std::size_t>(work / kBlocksAThread, 1),
+                                        std::max<std::size_t>(pieces, 1)});
+  Buffer queries(rows * job.key_dim), rotated_queries(rows * key_width);
   bool finite = true;
 
-#pragma omp parallel num_threads(static_cast<int>(std::min(threads, units * splits)))
+#pragma omp parallel num_threads(static_cast<int>(threads))
   {
     Rotator key_rotator(job.key_rotation);
 #pragma omp for schedule(static) reduction(&& : finite)
-    for (std::size_t i = 0; i < heads * rows; ++i) {
-      const std::size_t batch = i / rows / job.kv_heads, head = i / rows % job.kv_heads, row = i % rows;
-      const std::size_t at = batch * job.query_batch + (head * job.repeat + row / job.queries) * job.query_head +
-                             row % job.queries * job.query_token;
-      float *query = &queries[i * job.key_dim], *rotated = &rotated_queries[i * key_width];
-      for (std::size_t c = 0; c < job.key_dim; ++c) query[c] = from(job.query_dtype, job.query, at + c) * job.scaling;
-      key_rotator.apply_to_query(query, rotated, batch, head);
-      std::copy(query + job.key_dim - job.keys.plain_dim, query + job.key_dim, rotated + coded);
-      float nothing = 0;  // NaN once a number is not finite
-      for (std::size_t c = 0; c < key_width; ++c) nothing += rotated[c] * 0.0f;
-      finite = finite && nothing == 0.0f;
+    for (std::size_t i = 0; i < unit_count; ++i) {
+      const Unit& unit = units[i];
+      for (std::size_t r = 0; r < unit.count; ++r) {
+        const std::size_t row = unit.first + r, n = unit.sequence->queries;
+        const std::size_t from_head = (unit.head * job.repeat + row / n) * job.query_head + row % n * job.query_token;
+        float *query = &queries[(unit.first_row + r) * job.key_dim], *rotated = &rotated_queries[(unit.first_row + r) * key_width];
+        for (std::size_t c = 0; c < job.key_dim; ++c) query[c] = from(job.query_dtype, unit.sequence->query, from_head + c) * job.scaling;
+        key_rotator.apply_to_query(query, rotated, unit.sequence->row, unit.head);
+        std::copy(query + job.key_dim - job.keys.plain_dim, query + job.key_dim, rotated + coded);
+        float nothing = 0;  // NaN once a number is not finite
+        for (std::size_t c = 0; c < key_width; ++c) nothing += rotated[c] * 0.0f;
+        finite = finite && nothing == 0.0f;
+      }
     }
     if (finite) {
-      Worker worker(job);
+      Worker worker(job, most_rows);
 #pragma omp for schedule(dynamic)
-      for (std::size_t i = 0; i < units * splits; ++i) {
-        const std::size_t unit = i / splits, split = i % splits;
-        const std::size_t first = unit % row_blocks * kRowBlock, count = std::min(kRowBlock, rows - first);
-        const std::size_t head = unit / row_blocks % job.kv_heads, batch = unit / row_blocks / job.kv_heads;
-        const std::size_t base = unit / row_blocks * rows + first;
-        states[i] = State(count, rotated_width, plain_width);
-        worker.run(states[i], &queries[base * job.key_dim], &rotated_queries[base * key_width], batch, head, first, count,
-                   blocks * split / splits, blocks * (split + 1) / splits);
+      for (std::size_t i = 0; i < pieces; ++i) {
+        const Unit& unit = *unit_of[i];
+        const std::size_t piece = i - unit.first_state, blocks = blocks_of(*unit.sequence);
+        states[i] = State(unit.count, rotated_width, plain_width);
+        worker.run(states[i], unit, &queries[unit.first_row * job.key_dim], &rotated_queries[unit.first_row * key_width],
+                   blocks * piece / unit.pieces, blocks * (piece + 1) / unit.pieces);
       }
       Rotator value_rotator(job.value_rotation);
       Buffer rotated(rotated_width), plain(plain_width);
 #pragma omp for schedule(static)
-      for (std::size_t unit = 0; unit < units; ++unit) {
-        const std::size_t first = unit % row_blocks * kRowBlock, count = std::min(kRowBlock, rows - first);
-        const std::size_t head = unit / row_blocks % job.kv_heads, batch = unit / row_blocks / job.kv_heads;
-        for (std::size_t r = 0; r < count; ++r) {
-          float* out = job.out + (unit / row_blocks * rows + first + r) * job.value_dim;
+      for (std::size_t i = 0; i < unit_count; ++i) {
+        const Unit& unit = units[i];
+        const State* parts = &states[unit.first_state];
+        for (std::size_t r = 0; r < unit.count; ++r) {
+          const std::size_t row = unit.first + r, n = unit.sequence->queries, head = unit.head * job.repeat + row / n;
+          float* out = unit.sequence->out + head * job.out_head + row % n * job.out_token;
           float maximum = kNever, total = 0;
-          for (std::size_t s = 0; s < splits; ++s) maximum = std::max(maximum, states[unit * splits + s].maximum[r]);
+          for (std::size_t s = 0; s < unit.pieces; ++s) maximum = std::max(maximum, parts[s].maximum[r]);
           std::fill(out, out + job.value_dim, 0.0f);
           if (maximum == kNever) continue;
           std::fill(rotated.data(), rotated.data() + rotated_width, 0.0f);
           std::fill(plain.data(), plain.data() + plain_width, 0.0f);
-          for (std::size_t s = 0; s < splits; ++s) {
-            const State& part = states[unit * splits + s];
+          for (std::size_t s = 0; s < unit.pieces; ++s) {
+            const State& part = parts[s];
             if (part.maximum[r] == kNever) continue;
             const float weight = std::exp(part.maximum[r] - maximum);
             total += weight * sum(load(&part.total[r * kLanes]));
             add_scaled(rotated.data(), &part.rotated[r * rotated_width], weight, rotated_width);
             add_scaled(plain.data(), &part.plain[r * plain_width], weight, plain_width);
           }
-          if (job.sink_logits) total += std::exp(job.sink_logits[head * job.repeat + (first + r) / job.queries] - maximum);
-          value_rotator.invert(rotated.data(), out, batch, head);
+          if (job.sink_logits) total += std::exp(job.sink_logits[head] - maximum);
+          value_rotator.invert(rotated.data(), out, unit.sequence->row, unit.head);
           for (std::size_t c = 0; c < job.value_dim; ++c) out[c] = (out[c] + plain[c]) / total;
         }
       }

@@ -18,7 +18,6 @@ class IntegerKeys {
         size_(side_.shape.page_size) {
     if (!numbers_.fits()) return;
     for (std::size_t g = 0; g < numbers_.tiles(); ++g) any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
-    ahead_ = kAhead * side_.shape.code_bytes();
   }
 
   bool fits() const { return numbers_.fits(); }
@@ -172,7 +171,7 @@ class IntegerKeys {
   template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width>
   KVFOLD_INLINE void products(const Numbers::Run& run, const std::uint8_t* code, std::size_t r, std::size_t tile,
                               __m512i (&upper)[Rows][Width], __m512i (&lower)[Rows][Width]) {
-    const std::size_t row_bytes = 32 * numbers_.all_bits(), ahead = ahead_, last = run.first + run.count;
+    const std::size_t row_bytes = 32 * numbers_.all_bits(), ahead = page_.ahead(), last = run.first + run.count;
     const std::uint8_t* at = code + row_bytes * tile + 32 * run.before;
     const std::uint8_t* up = bytes(upper_) + r * width_ + run.first * kTile * kBlock;
     const std::uint8_t* low = bytes(lower_) + r * width_ + run.first * kTile * kBlock;
@@ -198,7 +197,7 @@ class IntegerKeys {
   const Page& page_;
   const Side& side_;
   Numbers numbers_;
-  std::size_t width_, size_, ahead_ = 0, block_count_ = 0;
+  std::size_t width_, size_, block_count_ = 0;
   bool any_middle_ = false;
   std::unique_ptr<Part[]> parts_;
   Buffer query_, steps_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them

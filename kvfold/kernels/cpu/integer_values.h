@@ -14,7 +14,6 @@ class IntegerValues {
       : page_(page), side_(page.side()), numbers_(side_, kRounded, 0), size_(side_.shape.page_size) {
     if (!fits()) return;
     for (std::size_t g = 0; g < numbers_.tiles(); ++g) any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
-    ahead_ = kAhead * side_.shape.code_bytes();
     weights_ = Buffer(kBlock * size_ / sizeof(float));
   }
 
@@ -79,7 +78,7 @@ class IntegerValues {
   // Rows rows over Width tiles of channels.
   template <unsigned Bits, std::size_t Rows, std::size_t Width>
   void block(const std::uint8_t* code, std::size_t tile, float* to) {
-    const std::size_t tile_bytes = 2 * size_ * Bits, ahead = ahead_, size = size_;
+    const std::size_t tile_bytes = 2 * size_ * Bits, ahead = page_.ahead(), size = size_;
     __m512i sums[Rows][Width], table[Width];
     clear(sums);
     for (std::size_t w = 0; w < Width; ++w) table[w] = numbers_.table(tile + w);
@@ -113,7 +112,7 @@ class IntegerValues {
   const Page& page_;
   const Side& side_;
   Numbers numbers_;
-  std::size_t size_, ahead_ = 0;
+  std::size_t size_;
   bool any_middle_ = false;
   Buffer weights_;  // bytes, as `store_four` leaves them
   // Of each row: what a weight of 1 is worth, Σ p · s, Σ p, Σ p · a.

@@ -14,6 +14,7 @@
 #include "attend.h"
 #include "fold.h"
 #include "pack.h"
+#include "paged.h"
 
 namespace nb = nanobind;
 using Bytes = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
@@ -251,31 +252,39 @@ void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_bat
   run(job);
 }
 
+// Attention over a cache whose batch rows hold equally many tokens.
 struct Task : kvfold::Attention {
   Kernels kernels;
-  std::vector<kvfold::Span> own_spans;
+  std::size_t batch, queries, pages = 0;
+  std::size_t query_batch = 0;
+  const char* query = nullptr;
+  const std::int64_t* folded_stop = nullptr;
+  struct BatchSpan : kvfold::Span {
+    std::size_t key_batch, value_batch;
+  };
+  std::vector<BatchSpan> spans;
   Task(const std::string& isa, std::size_t batch_rows, std::size_t heads, std::size_t repeats, std::size_t n,
        std::size_t key_channels, std::size_t value_channels, int thread_count)
-      : kernels(find(isa)) {
-    batch = batch_rows, kv_heads = heads, repeat = repeats, queries = n;
-    key_dim = key_channels, value_dim = value_channels, threads = thread_count;
+      : kernels(find(isa)), batch(batch_rows), queries(n) {
+    kv_heads = heads, repeat = repeats, key_dim = key_channels, value_dim = value_channels, threads = thread_count;
+    out_head = n * value_dim, out_token = value_dim;
   }
   void set_query(std::uintptr_t at, int dtype, std::size_t batch_stride, std::size_t head, std::size_t token, float scale) {
-    query = pointer<void>(at), query_dtype = static_cast<kvfold::Dtype>(dtype), scaling = scale;
+    query = pointer<char>(at), query_dtype = static_cast<kvfold::Dtype>(dtype), scaling = scale;
     query_batch = batch_stride, query_head = head, query_token = token;
   }
-  void set_pages(std::size_t count, const OwnedSide& key_side, const OwnedSide& value_side,
-                 const kvfold::Rotation& of_keys, const kvfold::Rotation& of_values, std::int64_t first,
-                 std::uintptr_t folded_stop_at) {
-    pages = count, keys = key_side.view(), values = value_side.view(), pages_first = first;
+  void set_pages(std::size_t n, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
+                 const kvfold::Rotation& of_values, std::int64_t first, std::uintptr_t folded_stop_at) {
+    pages = n, keys = key_side.view(), values = value_side.view(), pages_first = first;
     key_rotation = of_keys, value_rotation = of_values, folded_stop = pointer<std::int64_t>(folded_stop_at);
   }
   void add_span(std::uintptr_t key, std::uintptr_t value, std::size_t key_batch, std::size_t key_head,
                 std::size_t key_token, std::size_t value_batch, std::size_t value_head, std::size_t value_token, int dtype,
                 std::int64_t first, std::size_t tokens, std::uintptr_t start, std::uintptr_t stop) {
-    own_spans.push_back({pointer<void>(key), pointer<void>(value), key_batch, key_head, key_token, value_batch, value_head,
-                         value_token, static_cast<kvfold::Dtype>(dtype), first, tokens, pointer<std::int64_t>(start),
-                         pointer<std::int64_t>(stop)});
+    spans.push_back({{pointer<void>(key), pointer<void>(value), key_head, key_token, value_head, value_token,
+                      static_cast<kvfold::Dtype>(dtype), first, tokens, pointer<std::int64_t>(start),
+                      pointer<std::int64_t>(stop)},
+                     key_batch, value_batch});
   }
   void set_mask(std::uintptr_t at, std::size_t batch_stride, std::size_t head, std::size_t query_stride,
                 std::int64_t columns) {
@@ -283,12 +292,71 @@ struct Task : kvfold::Attention {
     mask_columns = columns;
   }
   bool attend(float cap, std::uintptr_t sink_logits_at, std::uintptr_t out_at) {
-    softcap = cap, sink_logits = pointer<float>(sink_logits_at), out = reinterpret_cast<float*>(out_at);
-    spans = own_spans.data(), span_count = own_spans.size();
+    softcap = cap, sink_logits = pointer<float>(sink_logits_at);
+    std::vector<kvfold::Sequence> rows;
+    std::vector<kvfold::Span> row_spans(batch * spans.size());
+    for (std::size_t row = 0; row < batch; ++row) {
+      kvfold::Span* own = row_spans.data() + row * spans.size();
+      for (std::size_t i = 0; i < spans.size(); ++i) {
+        const BatchSpan& span = spans[i];
+        own[i] = span;
+        own[i].key = static_cast<const char*>(span.key) + row * span.key_batch * bytes_of(span.dtype);
+        own[i].value = static_cast<const char*>(span.value) + row * span.value_batch * bytes_of(span.dtype);
+      }
+      rows.push_back({row, queries, query + row * query_batch * bytes_of(query_dtype),
+                      reinterpret_cast<float*>(out_at) + row * kv_heads * repeat * queries * value_dim, pages, nullptr,
+                      folded_stop, own, spans.size()});
+    }
+    sequences = rows.data(), count = rows.size();
     nb::gil_scoped_release release;
     return kernels.attend(*this);
   }
 };
+
+using ConstInts = nb::ndarray<const std::int64_t, nb::c_contig, nb::device::cpu>;
+
+// A layer's pool as a step reads it.
+struct PagedLayer : kvfold::PagedLayer {
+  Kernels kernels;
+  OwnedSide own_keys, own_values;  // the sides' tables of bits and groups
+  PagedLayer(const std::string& isa, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
+             const kvfold::Rotation& of_values, std::size_t heads, std::size_t repeats, std::size_t key_channels,
+             std::size_t value_channels, float scale, float cap, std::uintptr_t logits, int tail_dtype,
+             std::uintptr_t key_tails, std::uintptr_t value_tails)
+      : kernels(find(isa)), own_keys(key_side), own_values(value_side) {
+    keys = own_keys.view(), values = own_values.view(), key_rotation = of_keys, value_rotation = of_values;
+    kv_heads = heads, repeat = repeats, key_dim = key_channels, value_dim = value_channels;
+    scaling = scale, softcap = cap, sink_logits = pointer<float>(logits), dtype = static_cast<kvfold::Dtype>(tail_dtype);
+    tail_keys = reinterpret_cast<char*>(key_tails), tail_values = reinterpret_cast<char*>(value_tails);
+  }
+  PagedLayer(const PagedLayer&) = delete;  // its sides point into it
+};
+
+kvfold::PagedStep paged_step(ConstInts rows, ConstInts page_at, std::size_t page_size) {
+  require(rows.ndim() == 2 && rows.shape(1) == 5, "rows must have the shape (sequences, 5)");
+  require(page_at.ndim() == 2 && page_at.shape(0) == rows.shape(0), "page_at must have the shape (sequences, pages)");
+  std::vector<kvfold::PagedRow> own;
+  for (std::size_t i = 0; i < rows.shape(0); ++i) {
+    const std::int64_t* row = rows.data() + 5 * i;
+    own.push_back({row[0], row[1], row[2], row[3], row[4]});
+    require(row[0] >= 0 && row[1] >= 1 && row[2] >= row[1], "a row has at least one new token");
+    const auto size = static_cast<std::int64_t>(page_size);
+    require((row[2] - 1) / size <= static_cast<std::int64_t>(page_at.shape(1)), "page_at must name every page that is read");
+    require(row[3] >= 0 || (row[2] - row[1]) % size == 0, "a row that goes on in an unfinished page needs its slot");
+  }
+  return kvfold::PagedStep(std::move(own), std::vector<std::int64_t>(page_at.data(), page_at.data() + page_at.size()),
+                           page_at.shape(1), page_size);
+}
+
+// Addresses and strides, in elements, of (tokens, heads, dim).
+bool paged_attend(const kvfold::PagedStep& step, const PagedLayer& layer, std::uintptr_t query, std::size_t query_token,
+                  std::size_t query_head, std::uintptr_t key, std::size_t key_token, std::size_t key_head,
+                  std::uintptr_t value, std::size_t value_token, std::size_t value_head, std::uintptr_t out, int threads) {
+  nb::gil_scoped_release release;
+  return step.attend(layer, layer.kernels.attend, {pointer<char>(query), query_token, query_head},
+                     {pointer<char>(key), key_token, key_head}, {pointer<char>(value), value_token, value_head},
+                     reinterpret_cast<float*>(out), threads);
+}
 
 }  // namespace
 
@@ -314,6 +382,12 @@ NB_MODULE(_cpu, m) {
       .def("add_span", &Task::add_span)
       .def("set_mask", &Task::set_mask)
       .def("attend", &Task::attend);
+  nb::class_<PagedLayer>(m, "PagedLayer")
+      .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
+                    std::size_t, std::size_t, std::size_t, std::size_t, float, float, std::uintptr_t, int, std::uintptr_t,
+                    std::uintptr_t>());
+  nb::class_<kvfold::PagedStep>(m, "PagedStep").def("attend", &paged_attend);
+  m.def("paged_step", &paged_step);
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);

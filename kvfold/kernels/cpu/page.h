@@ -133,30 +133,51 @@ class Page {
   }
 
   // Takes a page's scales, offsets and centre, and returns where its codes are.
-  const std::uint8_t* find(std::size_t batch, std::size_t head, std::size_t page) {
+  const std::uint8_t* find(const Sequence& sequence, std::size_t head, std::size_t page) {
+    sequence_ = &sequence, head_ = head, number_ = page;
     const std::size_t per_token = size_ * side_.groups;
-    const std::size_t at = batch * side_.scale_batch + head * side_.scale_head + page * per_token;
-    const std::size_t middle = batch * side_.centre_batch + head * side_.centre_head + page * side_.centre_dim;
     // (token, group) to (group, token): a group's scales lie side by side for keys.
     if (side_.scale && side_.scale_dtype == Dtype::float16)
-      spread(static_cast<const std::uint16_t*>(side_.scale) + at, scale_.data());
+      spread(part(static_cast<const std::uint16_t*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_.data());
     if (side_.scale && side_.scale_dtype == Dtype::float32)
-      spread(static_cast<const float*>(side_.scale) + at, scale_.data());
-    if (side_.offset) spread(side_.offset + at, offset_.data());
-    if (side_.centre) ask_for(side_.centre + middle + kAhead * side_.centre_dim, side_.centre_dim);
-    if (side_.channel_scale) ask_for(side_.channel_scale + middle + kAhead * side_.centre_dim, side_.centre_dim);
-    if (side_.centre) from_halves(side_.centre + middle, side_.centre_dim, centre_.data());
-    if (side_.channel_scale) from_halves(side_.channel_scale + middle, side_.centre_dim, channel_scale_.data());
-    if (side_.plain)
-      plain_ = side_.plain + batch * side_.plain_batch + head * side_.plain_head + page * size_ * side_.plain_dim;
-    return side_.code + batch * side_.code_batch + head * side_.code_head + page * side_.page_bytes;
+      spread(part(static_cast<const float*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_.data());
+    if (side_.offset) spread(part(side_.offset, side_.scale_batch, side_.scale_head, per_token), offset_.data());
+    if (side_.centre)
+      from_halves(part(side_.centre, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim, centre_.data());
+    if (side_.channel_scale)
+      from_halves(part(side_.channel_scale, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim,
+                  channel_scale_.data());
+    if (side_.plain) plain_ = part(side_.plain, side_.plain_batch, side_.plain_head, size_ * side_.plain_dim);
+    const std::uint8_t* code = at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, page);
+    ahead_ = static_cast<std::size_t>(at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, next()) - code);
+    return code;
   }
 
+  // Bytes from the codes of the page found last to those that memory is to be asked for meanwhile.
+  std::size_t ahead() const { return ahead_; }
+
  private:
+  // Where a part of `size` elements of a page is.
+  template <typename Number>
+  const Number* at(const Number* first, std::size_t row, std::size_t head, std::size_t size, std::size_t page) const {
+    first += sequence_->row * row + head_ * head;
+    if (!sequence_->page_at) return first + page * size;
+    return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(first) + sequence_->page_at[page]);
+  }
+
+  // The same for the page that is looked for, asking memory for one that comes later.
+  template <typename Number>
+  const Number* part(const Number* first, std::size_t row, std::size_t head, std::size_t size) const {
+    ask_for(at(first, row, head, size, next()), size);
+    return at(first, row, head, size, number_);
+  }
+
+  // The page that will be read kAhead pages later.
+  std::size_t next() const { return std::min(number_ + kAhead, sequence_->pages - 1); }
+
   template <typename Number>
   void spread(const Number* from, float* to) const {
     const std::size_t groups = side_.groups;
-    ask_for(from + kAhead * size_ * groups, size_ * groups);
     if (groups == 1) return to_floats(from, size_, to);
     for (std::size_t t = 0; t < size_; ++t)
       for (std::size_t g = 0; g < groups; ++g) to_floats(from + t * groups + g, 1, to + g * size_ + t);
@@ -244,6 +265,9 @@ class Page {
   std::size_t width_, size_;
   Buffer scratch_, scale_, offset_, centre_, channel_scale_;
   const std::uint16_t* plain_ = nullptr;
+  // Of the page found last.
+  const Sequence* sequence_ = nullptr;
+  std::size_t head_ = 0, number_ = 0, ahead_ = 0;
 };
 
 }  // namespace

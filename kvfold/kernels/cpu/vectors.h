@@ -153,8 +153,8 @@ inline void transpose(Vec (&lines)[kLanes]) {
   exchange<1>(lines), exchange<2>(lines), exchange<4>(lines), exchange<8>(lines);
 }
 
-// Asks memory for `count` numbers that will be read soon. Pages of a head follow each other, so the one that is kAhead
-// pages on can be asked for while this one is worked on; beyond the last page nothing happens.
+// Asks memory for `count` numbers that will be read soon: those of the page that is kAhead pages on, while this one is
+// worked on.
 constexpr std::size_t kAhead = 4;
 template <typename T>
 inline void ask_for(const T* from, std::size_t count) {

@@ -1,4 +1,4 @@
-"""Text to evaluate on that every Python installation carries."""
+"""Text that every Python installation carries."""
 
 import hashlib
 from pydoc_data.topics import topics

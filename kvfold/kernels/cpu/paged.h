@@ -1,0 +1,118 @@
+// Attention of many sequences at once, each with its pages anywhere in a pool and its unfinished page dense in a slot of a
+// side buffer: what an engine that schedules requests asks for. kvfold/attention/paged.py says what a query reads.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "attend.h"
+
+namespace kvfold {
+
+// A layer's pool and tails. Pages are read by `Sequence::page_at`.
+struct PagedLayer {
+  Side keys, values;
+  Rotation key_rotation, value_rotation;
+  std::size_t kv_heads = 0, repeat = 0, key_dim = 0, value_dim = 0;
+  float scaling = 1, softcap = 0;
+  const float* sink_logits = nullptr;
+  Dtype dtype = Dtype::float32;  // of tails, queries, keys and values
+  char *tail_keys = nullptr, *tail_values = nullptr;  // (slots, kv_heads, page_size, key_dim) and (…, value_dim)
+};
+
+// (tokens, heads, dim) with strides in elements.
+struct TokenRows {
+  const char* at = nullptr;
+  std::size_t token = 0, head = 0;
+};
+
+// One sequence's part of a step.
+struct PagedRow {
+  std::int64_t first;      // of its new tokens, in the batch
+  std::int64_t count;      // of its new tokens
+  std::int64_t length;     // with them
+  std::int64_t tail;       // slot of the tokens before, of the page that the first new token joins; -1 if there are none
+  std::int64_t next_tail;  // slot for what is left of the last page; -1 if nothing is
+};
+
+// What a step is for all layers that share pages and tails.
+class PagedStep {
+ public:
+  // `page_at` has `width` entries for each row.
+  PagedStep(std::vector<PagedRow> rows, std::vector<std::int64_t> page_at, std::size_t width, std::size_t page_size)
+      : rows_(std::move(rows)), page_at_(std::move(page_at)), width_(width), size_(static_cast<std::int64_t>(page_size)) {
+    for (const PagedRow& row : rows_)
+      for (std::int64_t t = row.length - row.count; t < row.length; ++t)
+        starts_.push_back(t / size_ * size_), stops_.push_back(t + 1);
+  }
+
+  // Attention by `kernel`, out of (tokens, heads, value_dim); false, and no output, if a query is not finite. New tokens of
+  // unfinished pages go to their slots.
+  template <typename Kernel>
+  bool attend(const PagedLayer& layer, Kernel kernel, const TokenRows& query, const TokenRows& key, const TokenRows& value,
+              float* out, int threads) const {
+    const std::size_t item = bytes_of(layer.dtype), size = static_cast<std::size_t>(size_);
+    const std::size_t key_slot = layer.kv_heads * size * layer.key_dim, value_slot = layer.kv_heads * size * layer.value_dim;
+    std::vector<Sequence> sequences;
+    std::vector<Span> spans(2 * rows_.size());
+    std::size_t done = 0;
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const PagedRow& row = rows_[i];
+      const auto first = static_cast<std::size_t>(row.first), tail = static_cast<std::size_t>(std::max<std::int64_t>(row.tail, 0));
+      const std::int64_t before = row.length - row.count;
+      const std::int64_t *start = &starts_[done], *stop = &stops_[done];
+      Sequence sequence;
+      sequence.queries = static_cast<std::size_t>(row.count);
+      sequence.query = query.at + first * query.token * item;
+      sequence.out = out + first * layer.kv_heads * layer.repeat * layer.value_dim;
+      sequence.pages = static_cast<std::size_t>((row.length - 1) / size_);
+      sequence.page_at = page_at_.data() + i * width_, sequence.folded_stop = start;
+      Span* own = &spans[2 * i];
+      own[0] = {layer.tail_keys + tail * key_slot * item, layer.tail_values + tail * value_slot * item,
+                size * layer.key_dim, layer.key_dim, size * layer.value_dim, layer.value_dim,
+                layer.dtype, before / size_ * size_, static_cast<std::size_t>(before % size_), start, stop};
+      own[1] = {key.at + first * key.token * item, value.at + first * value.token * item, key.head, key.token, value.head,
+                value.token, layer.dtype, before, sequence.queries, start, stop};
+      sequence.spans = own, sequence.span_count = 2;
+      sequences.push_back(sequence);
+      done += sequence.queries;
+    }
+    Attention job;
+    job.sequences = sequences.data(), job.count = sequences.size();
+    job.kv_heads = layer.kv_heads, job.repeat = layer.repeat, job.key_dim = layer.key_dim, job.value_dim = layer.value_dim;
+    job.query_head = query.head, job.query_token = query.token, job.query_dtype = layer.dtype;
+    job.out_head = layer.value_dim, job.out_token = layer.kv_heads * layer.repeat * layer.value_dim;
+    job.keys = layer.keys, job.values = layer.values;
+    job.key_rotation = layer.key_rotation, job.value_rotation = layer.value_rotation;
+    job.scaling = layer.scaling, job.softcap = layer.softcap, job.sink_logits = layer.sink_logits, job.threads = threads;
+    if (!kernel(job)) return false;
+    keep(key, layer.tail_keys, layer.kv_heads, layer.key_dim * item, item);
+    keep(value, layer.tail_values, layer.kv_heads, layer.value_dim * item, item);
+    return true;
+  }
+
+ private:
+  // Copies what new tokens leave of unfinished pages into their slots.
+  void keep(const TokenRows& from, char* tails, std::size_t heads, std::size_t bytes, std::size_t item) const {
+    for (const PagedRow& row : rows_) {
+      if (row.next_tail < 0) continue;
+      const std::int64_t before = row.length - row.count;
+      for (std::int64_t t = std::max(row.length / size_ * size_, before); t < row.length; ++t)
+        for (std::size_t head = 0; head < heads; ++head) {
+          const auto token = static_cast<std::size_t>(row.first + t - before), slot = static_cast<std::size_t>(row.next_tail);
+          char* to = tails + ((slot * heads + head) * static_cast<std::size_t>(size_) + static_cast<std::size_t>(t % size_)) * bytes;
+          std::memcpy(to, from.at + (token * from.token + head * from.head) * item, bytes);
+        }
+    }
+  }
+
+  std::vector<PagedRow> rows_;
+  std::vector<std::int64_t> page_at_;
+  std::size_t width_;
+  std::int64_t size_;
+  std::vector<std::int64_t> starts_, stops_;  // of each query: of its own page, and after itself
+};
+
+}  // namespace kvfold

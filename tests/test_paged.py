@@ -1,0 +1,197 @@
+"""Pages in an engine's pool: kernel and reference, and the same answers as a cache of one sequence."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.attention import attend, cpu
+from kvfold.attention.paged import PagedAttention
+from kvfold.cache.layer import LayerCache
+from kvfold.cache.paged import WINDOW, PagedLayer, PageLayout, PagePool, Slots, plan, why_not_paged
+from kvfold.formats import KeyStatistics, get_formats
+
+FORMATS = (
+    "kvfold-4", "kvfold-2", "kvfold-3@32", "turboquant-4", "turboquant-3+qjl", "centred-4", "affine-4g32", "uniform-4",
+    "q8_0", "polar4", "float16",
+)  # fmt: skip
+
+
+def _fitted(name: str, dim: int, kv_heads: int):
+    pair = get_formats(name, dim, dim)
+    if not pair.awaits_fit:
+        return pair, None
+    g = torch.Generator().manual_seed(5)
+    statistics = KeyStatistics(torch.rand(kv_heads, dim, generator=g), torch.rand(kv_heads, dim, generator=g))
+    return pair.with_formats(pair.keys.fitted(statistics), pair.values), statistics
+
+
+class Engine:
+    """A few sequences in a pool of blocks, as an engine would hold them: blocks in any order, freed and used again."""
+
+    def __init__(
+        self, name, dim=64, kv_heads=2, repeat=3, dtype=torch.float32, blocks=40, per_block=1, slots=4, **options
+    ):
+        self.formats, self.statistics = _fitted(name, dim, kv_heads)
+        layout = PageLayout(get_formats(name, dim, dim))
+        self.size, self.per_block, self.dtype = layout.page_size, per_block, dtype
+        slot = layout.slot_bytes(dtype.itemsize)
+        pool = torch.zeros(blocks, kv_heads, per_block * self.size, slot // dtype.itemsize, dtype=dtype)
+        self.slots = Slots(slots)
+        self.layer = PagedLayer(self.formats, PagePool(pool, layout), slots, dtype)
+        self.attention = PagedAttention(self.layer, kv_heads * repeat, scaling=dim**-0.5, **options)
+        self.free = np.random.default_rng(0).permutation(np.arange(1, blocks)).tolist()
+        self.blocks: dict[str, list[int]] = {}
+        self.length: dict[str, int] = {}
+
+    def step(self, new: dict[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Queries, keys and values (tokens, heads, dim) of some sequences; what attention returns for each."""
+        starts, lengths = [0], []
+        for who, (query, _, _) in new.items():
+            self.length[who] = self.length.get(who, 0) + len(query)
+            held = self.blocks.setdefault(who, [])
+            while len(held) * self.size * self.per_block < self.length[who]:
+                held.append(self.free.pop())
+            starts.append(starts[-1] + len(query))
+            lengths.append(self.length[who])
+        table = np.zeros((len(new), max(len(self.blocks[who]) for who in new)), dtype=np.int32)
+        for row, who in zip(table, new, strict=True):
+            row[: len(self.blocks[who])] = self.blocks[who]
+        step = plan(starts, lengths, table, self.slots, self.per_block, self.size)
+        query, key, value = (torch.cat(parts).to(self.dtype) for parts in zip(*new.values(), strict=True))
+        out = self.attention(query, key, value, step)
+        return {who: out[a:b] for who, a, b in zip(new, starts, starts[1:], strict=False)}
+
+    def finish(self, who: str) -> None:
+        blocks = self.blocks.pop(who)
+        self.slots.release(b * self.per_block + i for b in blocks for i in range(self.per_block))
+        self.free += blocks
+        del self.length[who]
+
+
+def _tokens(count: int, seed: int, dim=64, kv_heads=2, repeat=3) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, heads, dim, generator=g) for heads in (kv_heads * repeat, kv_heads, kv_heads))
+
+
+def _in_steps(engine: Engine, tokens: dict[str, tuple[Tensor, ...]], sizes: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Feed each sequence by its own list of sizes, as many sequences at a time as have something left."""
+    done = dict.fromkeys(tokens, 0)
+    outs: dict[str, list[Tensor]] = {who: [] for who in tokens}
+    for turn in range(max(map(len, sizes.values()))):
+        new = {}
+        for who, parts in sizes.items():
+            if turn < len(parts):
+                new[who] = tuple(x[done[who] : done[who] + parts[turn]] for x in tokens[who])
+                done[who] += parts[turn]
+        for who, out in engine.step(new).items():
+            outs[who].append(out)
+    return {who: torch.cat(parts) for who, parts in outs.items()}
+
+
+SIZES = {"a": [70, 1, 1, 56, 1, 130], "b": [1] * 6, "c": [64, 64, 1, 3], "d": [200, 57]}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("instruction_set", cpu.INSTRUCTION_SETS)
+def test_kernel_agrees_with_reference(name: str, instruction_set: str) -> None:
+    dim = 128 if name == "polar4" else 64
+    tokens = {who: _tokens(sum(sizes), seed, dim) for seed, (who, sizes) in enumerate(SIZES.items())}
+    fast = _in_steps(Engine(name, dim, instruction_set=instruction_set), tokens, SIZES)
+    true = _in_steps(Engine(name, dim, backend="reference"), tokens, SIZES)
+    for who in SIZES:
+        error = (fast[who] - true[who]).norm() / true[who].norm()
+        assert error < (0.02 if instruction_set in cpu.INTEGER_SETS else 1e-5), (who, error)
+
+
+@pytest.mark.parametrize("name", ["kvfold-4", "turboquant-3", "centred-4@32", "float16"])
+def test_answers_are_those_of_a_cache_of_one_sequence(name: str) -> None:
+    tokens = {who: _tokens(sum(sizes), seed) for seed, (who, sizes) in enumerate(SIZES.items())}
+    engine = Engine(name, backend="reference")
+    together = _in_steps(engine, tokens, SIZES)
+    for who, (query, key, value) in tokens.items():
+        layer = LayerCache(name, window=WINDOW, statistics=engine.statistics, dense_dtype=torch.float32)
+        new = layer.append(*(x.transpose(0, 1)[None] for x in (key, value)))
+        alone = attend(query.transpose(0, 1)[None], new, scaling=64**-0.5, backend="reference")[0].transpose(0, 1)
+        torch.testing.assert_close(together[who], alone, rtol=0, atol=1e-4 if name == "float16" else 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_block", "dim"), [(torch.bfloat16, 2, 128), (torch.float16, 3, 80), (torch.float32, 1, 256)]
+)
+def test_what_a_sequence_reads_depends_on_nothing_else(dtype: torch.dtype, per_block: int, dim: int) -> None:
+    """Chunks, company, block order and blocks that others used before: bit for bit the same."""
+    shape = {"dim": dim, "kv_heads": 1, "repeat": 2}
+    tokens = {who: _tokens(sum(sizes), seed, **shape) for seed, (who, sizes) in enumerate(SIZES.items())}
+    engine = Engine("kvfold-3", dtype=dtype, per_block=per_block, **shape)
+    together = _in_steps(engine, tokens, SIZES)
+    for who in SIZES:
+        engine.finish(who)
+    assert len(engine.slots) == 0
+    alone = _in_steps(engine, {"a": tokens["a"]}, {"a": SIZES["a"]})
+    assert torch.equal(alone["a"], together["a"])
+    engine.finish("a")
+    total = sum(SIZES["a"])
+    whole = _in_steps(engine, {"a": tokens["a"]}, {"a": [total]})
+    torch.testing.assert_close(whole["a"], together["a"], rtol=0.03, atol=0.03)
+
+
+def test_shared_pages_are_read_where_they_are() -> None:
+    """A second sequence starts behind two full pages of a first one."""
+    engine = Engine("kvfold-4")
+    first = _tokens(140, 1)
+    out = engine.step({"a": first})["a"]
+    engine.blocks["b"], engine.length["b"] = engine.blocks["a"][:2], 128
+    again = engine.step({"b": tuple(x[128:] for x in first)})["b"]
+    torch.testing.assert_close(again, out[128:], rtol=0, atol=1e-5)
+
+
+def test_slots_are_bounded_and_never_guessed() -> None:
+    engine = Engine("turboquant-4", slots=2)
+    engine.step({who: _tokens(10, 0) for who in "ab"})
+    with pytest.raises(RuntimeError, match="all 2 slots"):
+        engine.step({"c": _tokens(10, 0)})
+    engine.finish("a")
+    engine.length["b"] += 1  # a token that was never given
+    engine.slots.release(engine.blocks["b"])
+    with pytest.raises(RuntimeError, match="are lost"):
+        engine.step({"b": _tokens(1, 0)})
+
+
+def test_stale_page_passes_to_its_new_owner() -> None:
+    """An engine that frees blocks without a word: who begins the page owns it."""
+    engine = Engine("turboquant-4", slots=1)
+    engine.step({"a": _tokens(10, 0)})
+    engine.free.append(engine.blocks["a"][0])
+    tokens = _tokens(70, 1)
+    out = _in_steps(engine, {"b": tokens}, {"b": [30, 40]})["b"]
+    true = _in_steps(Engine("turboquant-4", slots=1), {"b": tokens}, {"b": [30, 40]})["b"]
+    assert torch.equal(out, true)
+
+
+def test_bad_input_is_refused() -> None:
+    engine = Engine("kvfold-4")
+    query, key, value = _tokens(64, 0)
+    key[3, 0, 5] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        engine.step({"a": (query, key, value)})
+    query, key, value = _tokens(3, 0)
+    query[0, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match="query holds a NaN"):
+        Engine("kvfold-4").step({"a": (query, key, value)})
+    assert "R would differ" in (why_not_paged(get_formats("tbqx3", 128, 128)) or "") or why_not_paged(
+        get_formats("tbqx3", 128, 128)
+    )
+    assert "fitted to each prompt" in (why_not_paged(get_formats("turboquant-3.5", 64, 64)) or "")
+    assert "before RoPE" in (why_not_paged(get_formats("amx3", 128, 128)) or "")
+    pair = get_formats("kvfold-4", 64, 64)
+    with pytest.raises(ValueError, match="must be fitted"):
+        PagedLayer(pair, engine.layer.pool, 1, torch.float32)
+
+
+def test_a_page_takes_the_bytes_that_formats_say() -> None:
+    for dim, slot in ((64, 70), (128, 138)):
+        layout = PageLayout(get_formats("kvfold-4", dim, dim))
+        assert layout.slot_bytes(2) == slot
+        assert layout.used == 64 * slot
+    assert PageLayout(get_formats("kvfold-4@128", 128, 128)).slot_bytes(2) == 134
