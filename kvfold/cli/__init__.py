@@ -18,6 +18,7 @@ from kvfold.cli.formats import formats
 from kvfold.cli.generate import generate
 from kvfold.cli.plan import plan_command
 from kvfold.cli.report import report
+from kvfold.cli.serve import serve
 from kvfold.cli.sweep import sweep
 from kvfold.cli.tasks import tasks
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(generate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command()(bench)

@@ -144,12 +144,24 @@ def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTr
     FileNotFoundError
         If the package is missing.
     """
+    folder = demo_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def demo_folder() -> Path:
+    """The demo model as an ordinary model folder, made on first use.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the package is missing.
+    """
     gguf = _demo_file()
     folder = _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
     if not (folder / "config.json").is_file():
         _convert(gguf, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return folder
 
 
 def _cache_folder() -> Path:

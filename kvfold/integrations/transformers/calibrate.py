@@ -6,28 +6,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.cache.calibration import Calibration
+from kvfold.cache.calibration import PAGE_SIZE, SINKS, Calibration, Observed
 from kvfold.cache.layer import Appended, LayerCache
-from kvfold.formats import KeyStatistics
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.layer import FoldedLayer
-
-PAGE_SIZE = 64
-"""Keys count as they differ within a page of this size."""
-SINKS = 16
-"""The first tokens are outliers, and stay dense: they do not count."""
 
 
 class ObservedLayer(LayerCache):
     """A layer that folds nothing away (float16) and adds up what queries and keys are like."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, observed: Observed) -> None:
         super().__init__("float16", index)
-        self.energy: Tensor | float = 0.0  # Σ q², (kv_heads, head_dim)
-        self.queries = 0
-        self.variance: Tensor | float = 0.0  # Σ over pages of the variance within
-        self.pages = 0
+        self.observed = observed
         self._key: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor, padding: Sequence[int] | None = None) -> Appended:
@@ -39,15 +30,7 @@ class ObservedLayer(LayerCache):
         if query is None or new.observed:
             return
         new.observed = True
-        first = SINKS if new.first_column == 0 else 0
-        energy = query[0, :, first:].float().square().unflatten(0, (self._key.shape[1], -1))
-        self.energy = self.energy + energy.mean(1).sum(1)
-        self.queries += energy.shape[2]
-        keys = self._key[0, :, first:]
-        pages = keys.shape[1] // PAGE_SIZE
-        if pages:
-            self.variance = self.variance + pages * KeyStatistics.of(keys, energy[:, 0], PAGE_SIZE).key_variance
-            self.pages += pages
+        self.observed.add(query, self._key, begins=new.first_column == 0)
 
 
 @torch.no_grad()
@@ -89,24 +72,19 @@ def calibrate(
             f"{type(model).__name__} has its own attention code, so nobody sees its queries: leave the calibration "
             "out, and keys alone decide"
         )
-    seen: dict[int, list[ObservedLayer]] = {}
+    seen: dict[int, Observed] = {}
     for ids in passages:
         cache = FoldedCache(model.config, "float16")
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, FoldedLayer):
-                layer.folded = ObservedLayer(i)
-                seen.setdefault(i, []).append(layer.folded)
+                layer.folded = ObservedLayer(i, seen.setdefault(i, Observed()))
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
             model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             progress(part.shape[1])
     if not seen:
         raise ValueError("no layer of this model folds, so there is nothing to calibrate")
-    layers = {}
-    for index, parts in seen.items():
-        energy = sum((part.energy for part in parts), 0.0) / max(sum(part.queries for part in parts), 1)
-        variance = sum((part.variance for part in parts), 0.0) / max(sum(part.pages for part in parts), 1)
-        if isinstance(energy, Tensor) and isinstance(variance, Tensor):  # else nobody attended through this layer
-            layers[index] = KeyStatistics(energy, variance)
+    # Through some layers nobody attends.
+    layers = {index: observed.statistics() for index, observed in seen.items() if observed.enough}
     tokens = sum(ids.shape[1] for ids in passages)
     return Calibration(layers, {"model_type": cache.text_config.model_type, "tokens": str(tokens), **(about or {})})

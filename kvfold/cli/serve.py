@@ -1,0 +1,39 @@
+"""`kvfold serve`: vLLM's server with a folded KV cache."""
+
+from typing import Annotated
+
+import typer
+
+from kvfold.formats import DEFAULT, check_names
+from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.serve import run, serve_arguments
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="smollm2 (packaged), a folder with weights, or a name on a hub.")],
+    format: Annotated[
+        str, typer.Option(help='What keys and values fold into (kvfold formats); "dense" for vLLM as it is.')
+    ] = DEFAULT,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="A file of `kvfold calibrate`; by default the engine reads a text at its start."),
+    ] = None,
+) -> None:
+    """Serve a model with vLLM on a CPU, its KV cache folded: OpenAI's API on 127.0.0.1:8000.
+
+    Every other option goes to `vllm serve` as it is: --port, --api-key, --ssl-keyfile, --max-model-len,
+    --kv-cache-memory-bytes, --max-num-seqs, --tensor-parallel-size, … (docs/serving.md).
+
+    kvfold serve smollm2 --kv-cache-memory-bytes 1G
+
+    curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    """
+    options = None
+    if format != "dense":
+        check_names(format)
+        options = Options(format, calibration)
+    elif calibration is not None:
+        raise ValueError("calibration: format = 'dense' folds nothing, so there is nothing to fit")
+    run(serve_arguments(model, options, context.args))

@@ -1,0 +1,186 @@
+"""vLLM's attention interface over folded pages."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvfold.attention.dense import attend_dense
+from kvfold.attention.paged import PagedAttention
+from kvfold.cache.calibration import Observed
+from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, Step, plan
+from kvfold.formats import FormatPair, KeyStatistics
+from kvfold.integrations.vllm.options import Options
+
+_FORMATS: dict[int, FormatPair] = {}
+"""Formats of this process's layers, by head_dim: vLLM asks for a layer's spec without its config."""
+
+
+class FoldedBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """Attention layers whose blocks are folded pages."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
+        """Whole pages. A multiple, not the size itself: then the engine never splits its blocks."""
+        sizes = [formats.keys.page_size for formats in _FORMATS.values()]
+        return [MultipleOf(max(sizes, default=64))]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """A token takes the bytes of its page's share. The dtype stays: where dtypes differ, blocks get zeroed."""
+        layout = PageLayout(_FORMATS[spec.head_size])
+        return replace(spec, state_content_bytes=layout.slot_bytes(spec.dtype.itemsize))
+
+    @staticmethod
+    def get_impl_cls() -> type["FoldedImpl"]:
+        return FoldedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["FoldedBuilder"]:
+        return FoldedBuilder
+
+
+@dataclass(eq=False)
+class FoldedMetadata:
+    """One step: its plan, or, while keys are measured, where its sequences begin."""
+
+    step: Step | None
+    starts: list[int]
+
+
+class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[misc]
+    """Plans steps for layers that share blocks.
+
+    Attributes
+    ----------
+    slots
+        Who has which slot of these layers' tails.
+    observing
+        Whether the engine measures keys: its steps are whole prompts then, and nothing is stored.
+    pages_folded
+        Pages folded so far, of one layer.
+    """
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.page_size = _FORMATS[kv_cache_spec.head_size].keys.page_size
+        self.pages_a_block = kv_cache_spec.block_size // self.page_size
+        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs)
+        self.observing = False
+        self.pages_folded = 0
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FoldedMetadata:
+        given = common_attn_metadata
+        if not given.causal:
+            raise NotImplementedError("kvfold: attention that is not causal is not folded")
+        starts = given.query_start_loc_cpu.tolist()
+        if self.observing:
+            return FoldedMetadata(None, starts)
+        step = plan(
+            starts, given.seq_lens.tolist(), given.block_table_tensor.numpy(), self.slots, self.pages_a_block,
+            self.page_size,
+        )  # fmt: skip
+        self.pages_folded += len(step.folded)
+        return FoldedMetadata(step, starts)
+
+    def release(self, blocks: list[int]) -> None:
+        """Give back the slots of a sequence that is gone."""
+        self.slots.release(block * self.pages_a_block + i for block in blocks for i in range(self.pages_a_block))
+
+
+class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
+    """One layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
+            what = "ALiBi" if alibi_slopes is not None else "layers that read another layer's cache"
+            raise NotImplementedError(f"kvfold: {what} cannot be folded yet; leave kvfold out for this model")
+        config = get_current_vllm_config()
+        options = Options.of(config.additional_config)
+        assert options is not None
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.scale, self.softcap, self.sinks = scale, logits_soft_cap or None, sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.formats = _FORMATS[head_size] = options.formats(head_size)
+        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.observed = Observed()
+        self._attention: PagedAttention | None = None
+
+    @property
+    def awaits_fit(self) -> bool:
+        """Whether `fit` must be called before anything is folded."""
+        return self.formats.awaits_fit
+
+    def fit(self, statistics: KeyStatistics) -> None:
+        """Fit the keys' format to what this model's keys and queries are like."""
+        self.formats = self.formats.with_formats(self.formats.keys.fitted(statistics), self.formats.values)
+
+    def tail_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of this layer's tails."""
+        tokens = self.max_num_seqs * self.formats.keys.page_size
+        return tokens * self.num_kv_heads * 2 * self.head_size * dtype.itemsize
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FoldedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step's new tokens, (tokens, heads, head_dim), into `output`.
+
+        Keys and values are (tokens, kv_heads, head_dim).
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("kvfold: attention does not quantise its output")
+        if attn_metadata is None:  # the engine measures memory
+            return output.zero_()
+        if attn_metadata.step is None:
+            return self._observe(query, key, value, attn_metadata.starts, output)
+        if self._attention is None:
+            pool = PagePool(kv_cache, PageLayout(_FORMATS[self.head_size]))
+            paged = PagedLayer(self.formats, pool, self.max_num_seqs, key.dtype)
+            self._attention = PagedAttention(
+                paged, self.num_heads, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks
+            )
+        tokens = attn_metadata.step.tokens
+        output[:tokens] = self._attention(query[:tokens], key[:tokens], value[:tokens], attn_metadata.step)
+        return output
+
+    def _observe(self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], output: Tensor) -> Tensor:
+        """Dense attention of whole prompts, which adds to what is known of keys and queries."""
+        for first, stop in pairwise(starts):
+            q, k, v = (x[first:stop].transpose(0, 1)[None] for x in (query, key, value))
+            self.observed.add(q, k)
+            out = attend_dense(q, k, v, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks)
+            output[first:stop] = out[0].transpose(0, 1)
+        return output

@@ -1,0 +1,70 @@
+"""What a user asks of kvfold in vLLM: `--additional-config '{"kvfold": {"format": "kvfold-4"}}'`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvfold.cache.paged import PageLayout, why_not_paged
+from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
+
+KEY = "kvfold"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options under "kvfold" in vLLM's additional config.
+
+    Attributes
+    ----------
+    format
+        "both" or "keys:values" (`kvfold.formats.FORMATS`).
+    calibration
+        Path of a file of `kvfold calibrate`. None: formats that are fitted go by what the engine measures at its start.
+    """
+
+    format: str = DEFAULT
+    calibration: str | None = None
+
+    @classmethod
+    def of(cls, additional_config: object) -> "Options | None":
+        """The options in vLLM's additional config; None if it does not speak of kvfold.
+
+        Raises
+        ------
+        ValueError
+            On an option that there is not, or a value that means nothing.
+        """
+        if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+            return None
+        given = additional_config[KEY]
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise ValueError(f"additional_config[{KEY!r}] = {given!r}: give a mapping with some of {', '.join(names)}")
+        for name, value in given.items():
+            if not isinstance(value, str) and not (name == "calibration" and value is None):
+                raise ValueError(f"additional_config[{KEY!r}][{name!r}] = {value!r}: give a string")
+        options = cls(**given)
+        check_names(options.format)
+        return options
+
+    def formats(self, head_dim: int) -> FormatPair:
+        """The formats of heads of `head_dim` channels, not fitted.
+
+        Raises
+        ------
+        ValueError
+            If such pages cannot be in a shared pool.
+        """
+        pair = get_formats(self.format, head_dim, head_dim)
+        if (why := why_not_paged(pair)) is not None:
+            raise ValueError(f"format = {self.format!r} cannot be served: {why}; take kvfold-4")
+        return pair
+
+    def slot_bytes(self, head_dim: int, itemsize: int) -> int:
+        """Bytes of the pool for a token and KV head."""
+        return PageLayout(self.formats(head_dim)).slot_bytes(itemsize)
+
+    def to_config(self) -> dict[str, Any]:
+        """What `of` reads."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {KEY: {name: value for name, value in own.items() if value is not None}}

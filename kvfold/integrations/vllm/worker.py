@@ -1,0 +1,164 @@
+"""vLLM's CPU worker, which knows what requests are live, how much memory there is, and the weights."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kvfold.cache.calibration import Calibration
+from kvfold.formats import KeyStatistics
+from kvfold.integrations.text import standard_text
+from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
+from kvfold.integrations.vllm.counters import count_folds
+from kvfold.integrations.vllm.options import Options
+
+logger = init_logger("vllm.kvfold")
+
+PASSAGES, PASSAGE = 4, 1_024
+"""How much text the engine reads at its start to measure keys, as `kvfold calibrate` does."""
+FEWEST = 128
+"""Tokens of a passage below which measuring makes no sense."""
+
+
+class FoldedWorker(CPUWorker):  # type: ignore[misc]
+    """Gives tails back when their requests end, counts tails as memory, and fits formats to the model."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the pool: what the user granted, less the tails."""
+        granted = super().determine_available_memory()
+        dtype = self.model_config.dtype
+        tails = sum(impl.tail_bytes(dtype) for _, impl in self._layers())
+        sequences = self.scheduler_config.max_num_seqs
+        if 2 * tails > granted:
+            raise ValueError(
+                f"kvfold: unfinished pages of max_num_seqs = {sequences} sequences take {tails / 2**20:,.0f} MiB of "
+                f"the {granted / 2**20:,.0f} MiB for the KV cache: lower --max-num-seqs, or raise "
+                "--kv-cache-memory-bytes"
+            )
+        logger.info(
+            "kvfold: of %.0f MiB, unfinished pages of up to %d sequences take %.0f MiB (--max-num-seqs lowers that).",
+            granted / 2**20, sequences, tails / 2**20,
+        )  # fmt: skip
+        return granted - tails
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Fit formats once the model runs and nobody uses the pool."""
+        times = super().compile_or_warm_up_model()
+        waiting = [(index, impl) for index, impl in self._layers() if impl.awaits_fit]
+        if waiting:
+            options = Options.of(self.vllm_config.additional_config)
+            assert options is not None
+            if options.calibration is not None:
+                self._load(options.calibration, waiting)
+            else:
+                self._measure(waiting)
+        return times
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """A step; requests that ended or lost their blocks give their tails back first."""
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        for request in gone & self.model_runner.requests.keys():
+            for group, blocks in enumerate(self.model_runner.requests[request].block_ids):
+                for builder in self._builders(group):
+                    builder.release(blocks)
+        result = super().execute_model(scheduler_output)
+        count_folds(sum(b.pages_folded * len(b.layer_names) for b in self._builders()), self.rank)
+        return result
+
+    def _layers(self) -> Iterator[tuple[int, FoldedImpl]]:
+        """Folded layers with their numbers."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        for name, layer in self.compilation_config.static_forward_context.items():
+            if isinstance(impl := getattr(layer, "impl", None), FoldedImpl):
+                yield extract_layer_index(name), impl
+
+    def _builders(self, only_group: int | None = None) -> Iterator[FoldedBuilder]:
+        for number, groups in enumerate(self.model_runner.attn_groups):
+            for group in groups:
+                for builder in group.metadata_builders:
+                    if isinstance(builder, FoldedBuilder) and only_group in (None, number):
+                        yield builder
+
+    def _load(self, path: str, waiting: list[tuple[int, FoldedImpl]]) -> None:
+        """Fit layers to a calibration file, each to the KV heads that this worker has."""
+        calibration = Calibration.load(path)
+        ranks, rank = self.parallel_config.tensor_parallel_size, self.rank % self.parallel_config.tensor_parallel_size
+        for index, impl in waiting:
+            if index not in calibration.layers:
+                raise ValueError(f"calibration = {path!r} has no layer {index}: calibrate this model")
+            whole = calibration.layers[index]
+            heads, dim = whole.key_variance.shape
+            own = impl.num_kv_heads
+            if dim != impl.head_size or (heads != own * ranks and heads * (ranks // heads) != own * ranks):
+                raise ValueError(
+                    f"calibration = {path!r} is of {heads} heads of {dim}, layer {index} has {own} of {impl.head_size} "
+                    f"in each of {ranks} workers: calibrate this model"
+                )
+            first = rank * heads // ranks
+            some = slice(first, first + own)
+            impl.fit(KeyStatistics(whole.query_energy[some], whole.key_variance[some]))
+
+    def _measure(self, waiting: list[tuple[int, FoldedImpl]]) -> None:
+        """Let the model read a text, with dense attention, and fit layers to what their keys and queries are like."""
+        from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+        start = time.perf_counter()
+        tokenizer = cached_tokenizer_from_config(self.model_config)
+        if tokenizer is None:
+            raise ValueError(
+                "kvfold: without a tokenizer the engine cannot read the text that formats are fitted to: give "
+                'calibration, a file of kvfold calibrate, in --additional-config \'{"kvfold": {"calibration": …}}\''
+            )
+        ids = tokenizer.encode(standard_text(), add_special_tokens=False)
+        pool = self.model_runner.kv_cache_config
+        block = min(group.kv_cache_spec.block_size for group in pool.kv_cache_groups)
+        held = (pool.num_blocks - 1) // len(pool.kv_cache_groups) * block
+        longest = min(self.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len - 1)
+        length = min(PASSAGE, held, longest)
+        if length < FEWEST:
+            raise ValueError(
+                f"kvfold: the engine takes {length} tokens at a time, formats are fitted to at least {FEWEST}: raise "
+                "--max-num-batched-tokens or --max-model-len, or give a calibration"
+            )
+        for builder in self._builders():
+            builder.observing = True
+        for passage in range(PASSAGES):
+            first = passage * (len(ids) - length) // PASSAGES
+            self._read(ids[first : first + length], f"kvfold-{passage}")
+        for builder in self._builders():
+            builder.observing = False
+        for _, impl in waiting:
+            impl.fit(impl.observed.statistics())
+        logger.info(
+            "kvfold: fitted %d layers to %d tokens in %.1f s.", len(waiting), PASSAGES * length,
+            time.perf_counter() - start,
+        )  # fmt: skip
+
+    def _read(self, ids: list[int], name: str) -> None:
+        """Run one prompt through the model as a request that ends at once."""
+        blocks, next_block = [], 1
+        for group in self.model_runner.kv_cache_config.kv_cache_groups:
+            count = -(-len(ids) // group.kv_cache_spec.block_size)
+            blocks.append(list(range(next_block, next_block + count)))
+            next_block += count
+        request = NewRequestData(
+            req_id=name, prompt_token_ids=ids, mm_features=[], pooling_params=None, block_ids=tuple(blocks),
+            sampling_params=SamplingParams(temperature=0, max_tokens=1), num_computed_tokens=0, lora_request=None,
+        )  # fmt: skip
+        for requests, ended in (([request], set()), ([], {name})):
+            number = {one.req_id: len(ids) for one in requests}
+            super().execute_model(
+                SchedulerOutput(
+                    scheduled_new_reqs=requests, scheduled_cached_reqs=CachedRequestData.make_empty(),
+                    num_scheduled_tokens=number, total_num_scheduled_tokens=sum(number.values()),
+                    scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, finished_req_ids=ended,
+                    free_encoder_mm_hashes=[], num_common_prefix_blocks=[0] * len(blocks),
+                )
+            )  # fmt: skip
+            if requests:
+                super().sample_tokens(None)
