@@ -22,7 +22,13 @@ ALLOWED = {
     "cli": {"formats", "cache", "attention", "integrations", "evaluate", "planning"},
 }
 # Third-party packages that a layer may know of.
-ENGINES = {"transformers": {"integrations", "evaluate", "cli"}, "typer": {"cli"}, "rich": {"cli"}}
+ENGINES = {
+    "vllm": {"integrations"},
+    "prometheus_client": {"integrations"},
+    "transformers": {"integrations", "evaluate", "cli"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+}
 
 
 def _imports(path: Path) -> set[str]:

@@ -83,9 +83,17 @@ class PagedAttention:
         Raises
         ------
         ValueError
-            If a query, or a key or value of a page that becomes full, is NaN or infinite.
+            On another shape or dtype, or if a query, or a key or value of a page that becomes full, is NaN or infinite.
         """
         layer = self.layer
+        kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim
+        expected = ((self.heads, layer.formats.keys.head_dim), (kv_heads, layer.formats.keys.head_dim), (kv_heads, dim))
+        for name, x, shape in zip(("query", "key", "value"), (query, key, value), expected, strict=True):
+            if x.shape != (step.tokens, *shape) or x.dtype != layer.tail_keys.dtype:
+                raise ValueError(
+                    f"{name} is {x.dtype} of the shape {tuple(x.shape)}: give {layer.tail_keys.dtype} of "
+                    f"{(step.tokens, *shape)}"
+                )
         layer.fold(step, key, value)
         if self.backend == "reference":
             out = attend_pages(

@@ -18,7 +18,7 @@ NAMES = ("query_energy", "key_variance")
 
 
 PAGE_SIZE = 64
-"""Keys count as they differ within a page of this size."""
+"""Keys count as they differ within a page of this size, whatever the format's: their order hardly depends on it."""
 SINKS = 16
 """The first tokens of a text are outliers, and mostly stay dense: they do not count."""
 
@@ -29,6 +29,7 @@ class Observed:
     def __init__(self) -> None:
         self._energy: Tensor | float = 0.0  # Σ q², (kv_heads, head_dim)
         self._queries = 0
+        self._key_energy: Tensor | float = 0.0  # Σ k²
         self._variance: Tensor | float = 0.0  # Σ over pages of the variance within
         self._pages = 0
 
@@ -49,6 +50,7 @@ class Observed:
         self._energy = self._energy + energy.mean(1).sum(1)
         self._queries += energy.shape[2]
         keys = key[0, :, first:]
+        self._key_energy = self._key_energy + keys.float().square().sum(1)
         pages = keys.shape[1] // PAGE_SIZE
         if pages:
             variance = KeyStatistics.of(keys, energy[:, 0], PAGE_SIZE).key_variance
@@ -71,8 +73,10 @@ class Observed:
         if not self.enough:
             raise ValueError("nothing was attended through this layer: it has no statistics")
         assert isinstance(self._energy, Tensor)
+        assert isinstance(self._key_energy, Tensor)
         assert isinstance(self._variance, Tensor)
-        return KeyStatistics(self._energy / self._queries, self._variance / self._pages)
+        tokens = self._queries
+        return KeyStatistics(self._energy / tokens, self._variance / self._pages, self._key_energy / tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,4 +36,4 @@ def serve(
         options = Options(format, calibration)
     elif calibration is not None:
         raise ValueError("calibration: format = 'dense' folds nothing, so there is nothing to fit")
-    run(serve_arguments(model, options, context.args))
+    run(serve_arguments(model, options, context.args), folds=options is not None)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -29,14 +30,25 @@ class FoldedBackend(CPUAttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[MultipleOf]:
         """Whole pages. A multiple, not the size itself: then the engine never splits its blocks."""
-        sizes = [formats.keys.page_size for formats in _FORMATS.values()]
+        dims = _FORMATS.keys() if kv_cache_spec is None else [kv_cache_spec.head_size]
+        sizes = [_FORMATS[dim].keys.page_size for dim in dims]
         return [MultipleOf(max(sizes, default=64))]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A token takes the bytes of its page's share. The dtype stays: where dtypes differ, blocks get zeroed."""
+        """A token takes the bytes of its page's share.
+
+        They are bytes to the engine too: it then zeroes blocks that it hands out where other layers have another
+        dtype. Dense layers with a sliding window take over blocks that were folded, and what they do not overwrite
+        could be NaN.
+        """
+        if spec.head_size_v != spec.head_size:
+            raise NotImplementedError(
+                f"kvfold: keys of {spec.head_size} channels and values of {spec.head_size_v} are not folded yet; leave "
+                "kvfold out for this model"
+            )
         layout = PageLayout(_FORMATS[spec.head_size])
-        return replace(spec, state_content_bytes=layout.slot_bytes(spec.dtype.itemsize))
+        return replace(spec, state_content_bytes=layout.slot_bytes(spec.dtype.itemsize), dtype=torch.uint8)
 
     @staticmethod
     def get_impl_cls() -> type["FoldedImpl"]:
@@ -82,7 +94,7 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FoldedMetadata:
         given = common_attn_metadata
-        if not given.causal:
+        if given.causal is not True:
             raise NotImplementedError("kvfold: attention that is not causal is not folded")
         starts = given.query_start_loc_cpu.tolist()
         if self.observing:
@@ -125,15 +137,12 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.softcap, self.sinks = scale, logits_soft_cap or None, sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self.formats = _FORMATS[head_size] = options.formats(head_size)
+        with set_default_torch_dtype(torch.float32):  # a model is made with its own, which is not codebooks'
+            self.formats = _FORMATS[head_size] = options.formats(head_size)
+            self.layout = PageLayout(self.formats)
         self.max_num_seqs = config.scheduler_config.max_num_seqs
         self.observed = Observed()
         self._attention: PagedAttention | None = None
-
-    @property
-    def awaits_fit(self) -> bool:
-        """Whether `fit` must be called before anything is folded."""
-        return self.formats.awaits_fit
 
     def fit(self, statistics: KeyStatistics) -> None:
         """Fit the keys' format to what this model's keys and queries are like."""
@@ -167,8 +176,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         if attn_metadata.step is None:
             return self._observe(query, key, value, attn_metadata.starts, output)
         if self._attention is None:
-            pool = PagePool(kv_cache, PageLayout(_FORMATS[self.head_size]))
-            paged = PagedLayer(self.formats, pool, self.max_num_seqs, key.dtype)
+            paged = PagedLayer(self.formats, PagePool(kv_cache, self.layout), self.max_num_seqs, key.dtype)
             self._attention = PagedAttention(
                 paged, self.num_heads, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks
             )

@@ -26,11 +26,11 @@ def make_folder() -> None:
         atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
 
 
-def count_folds(folds: int, rank: int) -> None:
-    """Write what a worker has folded."""
+def count_folds(folds: int, rank: int, at_once: bool) -> None:
+    """Write what a worker has folded, if the last time is long ago or it must be `at_once`."""
     global _last
     folder, now = os.environ.get(FOLDER), time.monotonic()
-    if folder is None or now - _last < SECONDS or not os.path.isdir(folder):
+    if folder is None or (now - _last < SECONDS and not at_once) or not os.path.isdir(folder):
         return
     _last = now
     target = Path(folder) / f"{os.getpid()}-{rank}"

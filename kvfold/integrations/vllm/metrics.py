@@ -10,24 +10,31 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvfold.integrations.vllm import counters
-from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.options import Options, folding_layers
+
+GAUGES = {
+    "capacity_tokens": "Tokens that the KV cache holds",
+    "used_tokens": "Tokens in blocks that are in use",
+    "bytes_per_token": "Bytes of a folded token, all layers that fold and all their KV heads",
+    "used_bytes": "Folded bytes of blocks that are in use",
+}
 
 
-class FoldedStats(StatLoggerBase, Collector):  # type: ignore[misc]
-    """For `vllm.stat_logger_plugins`: capacity, folded bytes and folds; nothing if the engine does not fold."""
+class FoldedStats(StatLoggerBase):  # type: ignore[misc]
+    """For `vllm.stat_logger_plugins`: one engine's capacity and use; nothing if it does not fold."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self.cache = vllm_config.cache_config
         self.options = Options.of(vllm_config.additional_config)
-        self.engine = str(engine_index)
         self.usage = 0.0
         if self.options is None:
             return
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        model = vllm_config.model_config
         slot = self.options.slot_bytes(model.get_head_size(), model.dtype.itemsize)
-        layers = model.get_num_layers(parallel) * parallel.pipeline_parallel_size
-        self.token_bytes = slot * model.get_total_num_kv_heads() * layers
-        REGISTRY.register(self)
+        self.token_bytes = slot * model.get_total_num_kv_heads() * folding_layers(model)
+        if not _ENGINES:
+            REGISTRY.register(_Engines())
+        _ENGINES[str(engine_index)] = self
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -39,22 +46,29 @@ class FoldedStats(StatLoggerBase, Collector):  # type: ignore[misc]
     def log_engine_initialized(self) -> None:
         """Nothing to say: the workers said it."""
 
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
-        assert self.options is not None
+    def gauges(self) -> dict[str, float]:
+        """The engine's numbers as they are now, by the names of `GAUGES`."""
         capacity = self.cache.kv_cache_size_tokens or 0
-        labels, values = ["engine", "format"], [self.engine, self.options.format]
-        for name, what, value in (
-            ("capacity_tokens", "Tokens that the folded KV cache holds", capacity),
-            ("used_tokens", "Tokens in blocks that are in use", self.usage * capacity),
-            ("bytes_per_token", "Bytes of a folded token, all layers and KV heads", self.token_bytes),
-            ("used_bytes", "Bytes of blocks that are in use", self.usage * capacity * self.token_bytes),
-        ):
-            gauge = GaugeMetricFamily(f"kvfold:{name}", what, labels=labels)
-            gauge.add_metric(values, value)
+        used = self.usage * capacity
+        return {
+            "capacity_tokens": capacity, "used_tokens": used, "bytes_per_token": self.token_bytes,
+            "used_bytes": used * self.token_bytes,
+        }  # fmt: skip
+
+
+_ENGINES: dict[str, FoldedStats] = {}
+
+
+class _Engines(Collector):  # type: ignore[misc]
+    """All engines of this process: Prometheus wants each name once."""
+
+    def collect(self) -> Iterator[Metric]:
+        for name, what in GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvfold:{name}", what, labels=["engine", "format"])
+            for engine, stats in _ENGINES.items():
+                assert stats.options is not None
+                gauge.add_metric([engine, stats.options.format], stats.gauges()[name])
             yield gauge
-        folds = CounterMetricFamily(
-            "kvfold:folds", "Pages folded, of all layers; rate() gives folds a second", labels=labels
-        )
-        folds.add_metric(values, counters.folds())
+        folds = CounterMetricFamily("kvfold:folds", "Pages folded, of all layers; rate() gives folds a second")
+        folds.add_metric([], counters.folds())
         yield folds

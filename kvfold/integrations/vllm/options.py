@@ -8,6 +8,8 @@ from kvfold.cache.paged import PageLayout, why_not_paged
 from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 
 KEY = "kvfold"
+FOLDING = ("full_attention", "attention")
+"""What configs call the layers that fold, where they name kinds of layers."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,9 @@ class Options:
         """What `of` reads."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return {KEY: {name: value for name, value in own.items() if value is not None}}
+
+
+def folding_layers(model: Any) -> int:
+    """How many layers of a model fold, by vLLM's config of it: those without a sliding window or a state."""
+    kinds = getattr(model.hf_text_config, "layer_types", None)
+    return sum(kind in FOLDING for kind in kinds) if kinds else model.get_total_num_hidden_layers()

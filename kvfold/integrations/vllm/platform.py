@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvfold")
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+FOLDED_WORKER = "kvfold.integrations.vllm.worker.FoldedWorker"
 DENSE_KERNEL_BLOCK = 32
 """Blocks of layers with a sliding window, which stay dense, are multiples of this."""
 
@@ -39,8 +40,7 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
         counters.make_folder()
         _refuse_what_would_be_wrong(vllm_config)
         _set_blocks(vllm_config, options)
-        if vllm_config.parallel_config.worker_cls == STOCK_WORKER:
-            vllm_config.parallel_config.worker_cls = "kvfold.integrations.vllm.worker.FoldedWorker"
+        vllm_config.parallel_config.worker_cls = FOLDED_WORKER
 
     @classmethod
     def get_attn_backend_cls(
@@ -50,6 +50,7 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
         from vllm.config import get_current_vllm_config
         from vllm.v1.attention.backend import AttentionType
 
+        stock = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         asked = attn_selector_config
         options = Options.of(get_current_vllm_config().additional_config)
         folds = not (asked.use_mla or asked.has_sliding_window) and asked.attn_type == AttentionType.DECODER
@@ -57,7 +58,7 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
             return "kvfold.integrations.vllm.backend.FoldedBackend"
         if options is not None:
             logger.info_once("kvfold: layers with a sliding window or another kind of attention stay dense.")
-        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        return stock
 
 
 def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
@@ -77,6 +78,11 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
             vllm_config.model_config.use_mla,
         "with state-space layers blocks are copied when half full: add --no-enable-prefix-caching":
             vllm_config.model_config.is_hybrid and bool(cache.enable_prefix_caching),
+        "layers that attend within chunks see a request as several: leave kvfold out for this model":
+            "chunked_attention" in (getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()),
+        "models that pool generate nothing: leave kvfold out": vllm_config.model_config.runner_type == "pooling",
+        f"worker_cls = {parallel.worker_cls!r} does not tell when requests end: leave --worker-cls out":
+            parallel.worker_cls not in (STOCK_WORKER, FOLDED_WORKER),
         "the V2 model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
     }  # fmt: skip
     for reason, holds in reasons.items():

@@ -29,12 +29,18 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
     Raises
     ------
     ValueError
-        If `rest` has an additional config of its own that is no JSON object.
+        If `rest` has an additional config of its own that is no JSON object, or a file of options.
     """
     own = list(rest)
 
     def given(option: str) -> bool:
-        return any(word == option or word.startswith(option + "=") for word in own)
+        return any(_option(word) == option for word in own)
+
+    if given("--config") or any(_option(word).startswith(CONFIG_OPTION + ".") for word in own):
+        raise ValueError(
+            f"--config and {CONFIG_OPTION}.…: what they set and what kvfold sets would overwrite each other; give "
+            f"options by themselves, and {CONFIG_OPTION} as JSON"
+        )
 
     arguments = ["serve", model]
     if model == DEMO_NAME:
@@ -53,10 +59,15 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
     return arguments + own
 
 
+def _option(word: str) -> str:
+    """The option that a word names, as vLLM reads it: with _ for - too."""
+    return word.partition("=")[0].replace("_", "-") if word.startswith("--") else ""
+
+
 def _take_config(words: list[str]) -> dict[str, object]:
     """Take the user's additional config out of the arguments."""
     for i, word in enumerate(words):
-        if word == CONFIG_OPTION or word.startswith(CONFIG_OPTION + "="):
+        if _option(word) == CONFIG_OPTION:
             text = word.partition("=")[2] if "=" in word else (words[i + 1] if i + 1 < len(words) else "")
             del words[i : i + (1 if "=" in word else 2)]
             try:
@@ -69,20 +80,26 @@ def _take_config(words: list[str]) -> dict[str, object]:
     return {}
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str], *, folds: bool) -> None:
     """`vllm` with these arguments, in this process.
 
     Raises
     ------
     ValueError
-        If vLLM is not installed here.
+        If vLLM is not installed here, or is to fold and does not run on kvfold's platform.
     """
     try:
         importlib.metadata.distribution("vllm")
     except importlib.metadata.PackageNotFoundError:
         _tell_version_of_cpu_wheel()
     from vllm.entrypoints.cli.main import main
+    from vllm.platforms import current_platform
 
+    if folds and type(current_platform).__name__ != "FoldedCpuPlatform":
+        raise ValueError(
+            f"format: vLLM runs on {type(current_platform).__name__} here, and kvfold folds on CPUs only so far; take "
+            "--format dense. On a CPU: VLLM_PLUGINS must name kvfold if it is set, and VLLM_TARGET_DEVICE must not be"
+        )
     sys.argv = ["vllm", *arguments]
     main()
 

@@ -32,6 +32,8 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         granted = super().determine_available_memory()
         dtype = self.model_config.dtype
         tails = sum(impl.tail_bytes(dtype) for _, impl in self._layers())
+        if not tails and self.parallel_config.pipeline_parallel_size == 1:
+            raise ValueError("kvfold: no layer of this model folds, as all have sliding windows: leave kvfold out")
         sequences = self.scheduler_config.max_num_seqs
         if 2 * tails > granted:
             raise ValueError(
@@ -47,15 +49,19 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         """Fit formats once the model runs and nobody uses the pool."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
         times = super().compile_or_warm_up_model()
-        waiting = [(index, impl) for index, impl in self._layers() if impl.awaits_fit]
-        if waiting:
-            options = Options.of(self.vllm_config.additional_config)
-            assert options is not None
+        layers = {extract_layer_index(name): impl for name, impl in self._layers()}
+        for index, impl in layers.items():
+            impl.formats = impl.formats.at(index, None)
+        options = Options.of(self.vllm_config.additional_config)
+        assert options is not None
+        if options.formats(self.model_config.get_head_size()).awaits_fit:  # asked of the model: stages read together
             if options.calibration is not None:
-                self._load(options.calibration, waiting)
+                self._load(options.calibration, layers)
             else:
-                self._measure(waiting)
+                self._measure(layers)
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -65,17 +71,18 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             for group, blocks in enumerate(self.model_runner.requests[request].block_ids):
                 for builder in self._builders(group):
                     builder.release(blocks)
+                blocks.clear()  # others have them from now on, and a preempted request may end before it has new ones
         result = super().execute_model(scheduler_output)
-        count_folds(sum(b.pages_folded * len(b.layer_names) for b in self._builders()), self.rank)
+        if self.rank % self.parallel_config.tensor_parallel_size == 0:  # the others fold the same pages' other heads
+            idle = not scheduler_output.total_num_scheduled_tokens
+            count_folds(sum(b.pages_folded * len(b.layer_names) for b in self._builders()), self.rank, at_once=idle)
         return result
 
-    def _layers(self) -> Iterator[tuple[int, FoldedImpl]]:
-        """Folded layers with their numbers."""
-        from vllm.model_executor.models.utils import extract_layer_index
-
+    def _layers(self) -> Iterator[tuple[str, FoldedImpl]]:
+        """Folded layers with their names."""
         for name, layer in self.compilation_config.static_forward_context.items():
             if isinstance(impl := getattr(layer, "impl", None), FoldedImpl):
-                yield extract_layer_index(name), impl
+                yield name, impl
 
     def _builders(self, only_group: int | None = None) -> Iterator[FoldedBuilder]:
         for number, groups in enumerate(self.model_runner.attn_groups):
@@ -84,17 +91,17 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                     if isinstance(builder, FoldedBuilder) and only_group in (None, number):
                         yield builder
 
-    def _load(self, path: str, waiting: list[tuple[int, FoldedImpl]]) -> None:
+    def _load(self, path: str, layers: dict[int, FoldedImpl]) -> None:
         """Fit layers to a calibration file, each to the KV heads that this worker has."""
         calibration = Calibration.load(path)
         ranks, rank = self.parallel_config.tensor_parallel_size, self.rank % self.parallel_config.tensor_parallel_size
-        for index, impl in waiting:
+        for index, impl in layers.items():
             if index not in calibration.layers:
                 raise ValueError(f"calibration = {path!r} has no layer {index}: calibrate this model")
             whole = calibration.layers[index]
             heads, dim = whole.key_variance.shape
             own = impl.num_kv_heads
-            if dim != impl.head_size or (heads != own * ranks and heads * (ranks // heads) != own * ranks):
+            if dim != impl.head_size or own != max(1, heads // ranks):
                 raise ValueError(
                     f"calibration = {path!r} is of {heads} heads of {dim}, layer {index} has {own} of {impl.head_size} "
                     f"in each of {ranks} workers: calibrate this model"
@@ -103,7 +110,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             some = slice(first, first + own)
             impl.fit(KeyStatistics(whole.query_energy[some], whole.key_variance[some]))
 
-    def _measure(self, waiting: list[tuple[int, FoldedImpl]]) -> None:
+    def _measure(self, layers: dict[int, FoldedImpl]) -> None:
         """Let the model read a text, with dense attention, and fit layers to what their keys and queries are like."""
         from vllm.tokenizers.registry import cached_tokenizer_from_config
 
@@ -117,7 +124,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         ids = tokenizer.encode(standard_text(), add_special_tokens=False)
         pool = self.model_runner.kv_cache_config
         block = min(group.kv_cache_spec.block_size for group in pool.kv_cache_groups)
-        held = (pool.num_blocks - 1) // len(pool.kv_cache_groups) * block
+        held = (pool.num_blocks - 1) // len(pool.kv_cache_groups) * block  # groups take their blocks from one pool
         longest = min(self.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len - 1)
         length = min(PASSAGE, held, longest)
         if length < FEWEST:
@@ -132,10 +139,10 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             self._read(ids[first : first + length], f"kvfold-{passage}")
         for builder in self._builders():
             builder.observing = False
-        for _, impl in waiting:
+        for impl in layers.values():
             impl.fit(impl.observed.statistics())
         logger.info(
-            "kvfold: fitted %d layers to %d tokens in %.1f s.", len(waiting), PASSAGES * length,
+            "kvfold: fitted %d layers to %d tokens in %.1f s.", len(layers), PASSAGES * length,
             time.perf_counter() - start,
         )  # fmt: skip
 

@@ -1,0 +1,27 @@
+"""The place of vLLM's TURBOQUANT backend on GPUs, where kvfold's Triton kernels will stand."""
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
+
+from kvfold.integrations.vllm.options import Options
+
+
+class FoldedGpuBackend(TurboQuantAttentionBackend):  # type: ignore[misc]
+    """vLLM's own, unless the config asks for kvfold: then an error, as there is no GPU kernel yet."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """vLLM's implementation.
+
+        Raises
+        ------
+        NotImplementedError
+            If the config asks for kvfold.
+        """
+        config = get_current_vllm_config_or_none()
+        if config is not None and Options.of(config.additional_config) is not None:
+            raise NotImplementedError(
+                "kvfold folds on CPUs only so far: leave kvfold out of --additional-config, and this engine's own "
+                "TurboQuant serves"
+            )
+        return TurboQuantAttentionBackend.get_impl_cls()

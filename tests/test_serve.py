@@ -1,0 +1,62 @@
+"""Arguments of `kvfold serve`, which are those of `vllm serve`."""
+
+import json
+
+import pytest
+
+from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.serve import serve_arguments
+
+
+def _config(arguments: list[str]) -> dict[str, object]:
+    assert arguments.count("--additional-config") == 1
+    return json.loads(arguments[arguments.index("--additional-config") + 1])
+
+
+def test_what_a_user_sets_is_not_set_again() -> None:
+    options = Options("kvfold-3", "a.safetensors")
+    arguments = serve_arguments("folder", options, ["--host", "0.0.0.0", "--max_num_seqs=4", "--port", "1"])
+    assert arguments[:2] == ["serve", "folder"]
+    assert arguments.count("--host") == 1
+    assert "--max-num-seqs" not in arguments
+    assert _config(arguments) == {"kvfold": {"format": "kvfold-3", "calibration": "a.safetensors"}}
+    assert arguments[-5:] == ["--host", "0.0.0.0", "--max_num_seqs=4", "--port", "1"]
+
+
+def test_by_default_only_this_machine_is_answered() -> None:
+    arguments = serve_arguments("folder", Options(), [])
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("given", [["--additional-config", '{"a": 1}'], ['--additional_config={"a": 1}']])
+def test_an_additional_config_of_the_users_is_kept(given: list[str]) -> None:
+    assert _config(serve_arguments("folder", Options(), given)) == {"a": 1, "kvfold": {"format": "kvfold-4"}}
+
+
+def test_dense_leaves_vllm_as_it_is() -> None:
+    assert serve_arguments("folder", None, ["--port", "1"]) == ["serve", "folder", "--host", "127.0.0.1", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--additional-config", "kvfold"], "no JSON object"),
+        (["--additional-config"], "no JSON object"),
+        (["--config", "options.yaml"], "would overwrite each other"),
+        (["--additional-config.a=1"], "would overwrite each other"),
+    ],
+)
+def test_what_would_be_lost_is_refused(given: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        serve_arguments("folder", Options(), given)
+
+
+def test_options_are_checked() -> None:
+    assert Options.of({}) is None
+    assert Options.of({"kvfold": {}}) == Options()
+    with pytest.raises(ValueError, match="give a mapping"):
+        Options.of({"kvfold": {"formt": "kvfold-4"}})
+    with pytest.raises(ValueError, match="is not known"):
+        Options.of({"kvfold": {"format": "kvfold-x"}})
+    with pytest.raises(ValueError, match="cannot be served"):
+        Options("amx3").formats(128)

@@ -1,0 +1,140 @@
+"""The engine's environment, texts, and small models that show what SmolLM2 cannot."""
+
+import heapq
+import os
+import textwrap
+from pathlib import Path
+
+# vLLM reads these when it is imported, and its processes inherit them.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # "auto" keeps a core for itself
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait by spinning starve those of other processes
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # lets a test send a function to the worker
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.evaluate import split_passages
+from kvfold.integrations.models import demo_folder
+from kvfold.integrations.text import standard_text
+from kvfold.integrations.transformers import calibrate
+
+torch.set_grad_enabled(False)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the real model."""
+    return demo_folder()
+
+
+@pytest.fixture(scope="session")
+def demo_model(smollm2: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same model in transformers, in float32, attached."""
+    model, tokenizer = kvfold.demo_model()
+    assert kvfold.attach(model)
+    return model, tokenizer
+
+
+@pytest.fixture(scope="session")
+def calibration(demo_model: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path_factory) -> Path:
+    """A calibration file of SmolLM2."""
+    model, tokenizer = demo_model
+    ids = tokenizer(standard_text(), return_tensors="pt").input_ids
+    path = tmp_path_factory.mktemp("calibration") / "smollm2.safetensors"
+    calibrate(model, split_passages(ids, 512, 2)).save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def prompts(demo_model: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[list[int]]:
+    """Twenty prompts as token ids: questions, prose to go on with, and code, 5 to about 600 tokens."""
+    tokenizer = demo_model[1]
+    prose = tokenizer(standard_text()).input_ids
+    code = tokenizer(Path(heapq.__file__).read_text() + Path(textwrap.__file__).read_text()).input_ids
+
+    def chat(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        words = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(words).input_ids
+
+    document = tokenizer.decode(prose[61_000:61_520])
+    return [
+        chat("What is the capital of France?"),
+        chat("Write three sentences about the sea."),
+        chat("List five animals that live in Africa, and say a word about each."),
+        chat("How do I boil an egg?"),
+        chat("Explain to a child why the sky is blue."),
+        chat(f"{document}\n\nSay in two sentences what this text is about."),
+        tokenizer("Once upon a time there").input_ids,
+        tokenizer("The three primary colours are").input_ids,
+        prose[20_000:20_017],
+        prose[25_000:25_063],
+        prose[30_000:30_064],
+        prose[35_000:35_065],
+        prose[40_000:40_128],
+        prose[45_000:45_200],
+        prose[50_000:50_310],
+        prose[55_000:55_600],
+        tokenizer("def fibonacci(n):\n    ").input_ids,
+        code[1_000:1_090],
+        code[2_000:2_256],
+        code[3_500:3_950],
+    ]
+
+
+TINY = {"vocab_size": 260, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    """A random model whose attention is sharp enough for the cache to matter, with a tokenizer of bytes."""
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.mul_(4)
+        elif "q_norm" in name:
+            weight.add_(2)
+        elif weight.ndim > 1:
+            weight.mul_(2)
+    model.save_pretrained(folder)
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, two KV heads of 128."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **TINY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128,
+    )  # fmt: skip
+    return _save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five layers with a sliding window of 128 tokens, and one without."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        **TINY, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, sliding_window=128, query_pre_attn_scalar=64,
+    )  # fmt: skip
+    assert config.layer_types.count("full_attention") == 1
+    return _save(transformers.Gemma3ForCausalLM(config), tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="session")
+def tiny_ids() -> list[int]:
+    """Random tokens for the tiny models."""
+    return torch.randint(3, TINY["vocab_size"] - 1, (4000,), generator=torch.Generator().manual_seed(0)).tolist()

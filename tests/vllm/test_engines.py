@@ -1,0 +1,95 @@
+"""How much fits, sliding windows, compiled models, and what is found wrong only when an engine starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import alone, ask, differences, engine
+
+TIE = 0.02
+"""For the tiny models, as in test_scheduling."""
+
+
+def _capacity(model: Path, format: str | None, **options: Any) -> int:
+    """Tokens that the engine says it holds, in bfloat16."""
+    with engine(model, format, in_process=True, dtype="bfloat16", **options) as llm:
+        return llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+
+
+def test_smollm2_holds_over_three_times_as_many_tokens(smollm2: Path, calibration: Path) -> None:
+    """By the engine's own count, in equal memory, unfinished pages counted."""
+    memory = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 4096, "max_num_seqs": 8}
+    stock = _capacity(smollm2, None, **memory)
+    folded = _capacity(smollm2, "kvfold-4", calibration=calibration, **memory)
+    print(f"\nSmolLM2 in 512 MiB: bfloat16 {stock:,} tokens, kvfold-4 {folded:,}, {folded / stock:.3f} times")
+    assert folded >= 3.4 * stock
+
+
+def test_heads_of_128_channels_hold_nearly_four_times_as_many_tokens(tiny_llama: Path) -> None:
+    memory = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 4}
+    stock = _capacity(tiny_llama, None, **memory)
+    folded = _capacity(tiny_llama, "kvfold-4@128", **memory)
+    print(f"\nheads of 128: bfloat16 {stock:,} tokens, kvfold-4@128 {folded:,}, {folded / stock:.3f} times")
+    assert folded >= 3.7 * stock
+
+
+def test_sliding_windows_stay_dense_beside_folded_layers(tiny_gemma3: Path, tiny_ids: list[int]) -> None:
+    """Without codes it answers as vLLM as it comes; with them more fits, and answers do not depend on company."""
+    prompts = [tiny_ids[:300], tiny_ids[100:800], tiny_ids[5:20], tiny_ids[:450], tiny_ids[900:1029]]
+    options = {"in_process": True, "max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20}
+    answers, sizes = {}, {}
+    for format in (None, "float16", "kvfold-4"):
+        with engine(tiny_gemma3, format, **options) as llm:
+            answers[format] = ask(llm, prompts, ignore_eos=True)
+            sizes[format] = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+            by_itself = alone(llm, prompts, ignore_eos=True)
+        differ = differences(answers[format], by_itself)
+        assert all(gap < (TIE if format == "kvfold-4" else 0) for _, _, gap in differ), differ
+    print(f"\nGemma 3 in 64 MiB: {sizes}, {sizes['kvfold-4'] / sizes[None]:.2f} times")
+    assert len({tuple(answer.tokens) for answer in answers[None]}) == len(prompts)
+    assert not differences(answers["float16"], answers[None])
+    assert sizes["kvfold-4"] > sizes[None]
+
+
+def test_compiled_models_answer_as_others(tiny_llama: Path, tiny_ids: list[int]) -> None:
+    """torch.compile leaves attention alone, while keys are measured too."""
+    prompts = [tiny_ids[:300], tiny_ids[100:800], tiny_ids[5:20], tiny_ids[900:1029]]
+    answers = []
+    for eager in (True, False):
+        with engine(tiny_llama, "kvfold-4", in_process=True, enforce_eager=eager) as llm:
+            answers.append(ask(llm, prompts, ignore_eos=True))
+    differ = differences(*answers)
+    print(f"\ncompiled beside eager: {differ}")
+    assert all(gap < TIE for _, _, gap in differ)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_num_seqs": 256, "kv_cache_memory_bytes": 32 << 20},
+            "unfinished pages of max_num_seqs = 256 sequences take 128 MiB of the 32 MiB .* lower --max-num-seqs",
+        ),
+        ({"max_num_batched_tokens": 64}, "takes 64 tokens at a time, formats are fitted to at least 128"),
+        ({"skip_tokenizer_init": True}, "without a tokenizer the engine cannot read the text .* give calibration"),
+    ],
+)
+def test_engines_that_could_not_fold_do_not_start(tiny_llama: Path, options: dict[str, Any], message: str) -> None:
+    with (
+        pytest.raises(ValueError, match=message),
+        engine(tiny_llama, "kvfold-4", in_process=True, **options),
+    ):
+        pass
+
+
+def test_a_calibration_must_be_there_and_of_this_model(tiny_llama: Path, calibration: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"is of 3 heads of 64, layer 0 has 2 of 128 .* calibrate this model"),
+        engine(tiny_llama, "kvfold-4", calibration, in_process=True),
+    ):
+        pass
+    with (
+        pytest.raises(FileNotFoundError, match="there is no such file"),
+        engine(tiny_llama, "kvfold-4", tmp_path / "none.safetensors", in_process=True),
+    ):
+        pass

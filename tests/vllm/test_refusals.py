@@ -1,0 +1,124 @@
+"""What kvfold refuses, and that it is not there unless it is asked for."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from vllm.engine.arg_utils import EngineArgs
+
+STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def _config(model: Path, **options: Any) -> Any:
+    """What an engine would be started with; this is where settings are refused, before anything is loaded."""
+    settings = {"dtype": "float32", "max_model_len": 1024, "additional_config": {"kvfold": {}}}
+    return EngineArgs(model=str(model), **(settings | options)).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            "speculative decoding takes tokens back .* leave --speculative-config out",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype = 'fp8' .* leave --kv-cache-dtype out"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype = 'bfloat16' .* leave --kv-cache-dtype out"),
+        ({"kv_cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype = 'turboquant_4bit_nc' asks for another form"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "KV connectors move blocks .* leave --kv-transfer-config out",
+        ),
+        ({"block_size": 96}, "block_size = 96: pages of kvfold-4 have 64 tokens"),
+        ({"block_size": 32}, "block_size = 32: .* multiple of that of at least 64"),
+    ],
+)
+def test_engine_settings_under_which_pages_would_be_wrong_are_refused(tiny_llama, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(tiny_llama, **options)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"formt": "kvfold-4"}, "'formt'.*: give a mapping with some of format, calibration"),
+        ("kvfold-4", "= 'kvfold-4': give a mapping"),
+        ({"format": 4}, r"\['format'\] = 4: give a string"),
+        ({"format": "kvfold-x"}, "'kvfold-x' is not known: choose one of"),
+        ({"format": "kvfold-4@50"}, "a page is a multiple of 16 tokens"),
+        ({"format": "amx3"}, "'amx3' cannot be served: it holds keys as they were before RoPE.*take kvfold-4"),
+        ({"format": "tbqx3"}, "'tbqx3' cannot be served: .*take kvfold-4"),
+        ({"format": "turboquant-3.5"}, "cannot be served: its values are fitted to each prompt.*take kvfold-4"),
+    ],
+)
+def test_own_options_that_mean_nothing_are_refused(tiny_llama, own, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(tiny_llama, additional_config={"kvfold": own})
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    transformers.DeepseekV3Config(
+        vocab_size=260, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1, architectures=["DeepseekV3ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(ValueError, match=r"latent attention is not folded here.*leave kvfold out"):
+        _config(tmp_path, skip_tokenizer_init=True)
+
+
+def test_blocks_of_sliding_windows_must_hold_dense_tokens(tiny_gemma3) -> None:
+    assert _config(tiny_gemma3).cache_config.block_size == 256
+    with pytest.raises(ValueError, match=r"block_size = 64: .* multiple of that of at least 256"):
+        _config(tiny_gemma3, block_size=64)
+
+
+def test_what_is_asked_for_stays(tiny_llama) -> None:
+    config = _config(tiny_llama, block_size=128)
+    assert config.cache_config.block_size == 128
+    assert config.parallel_config.worker_cls == "kvfold.integrations.vllm.worker.FoldedWorker"
+    assert _config(tiny_llama, dtype="bfloat16", kv_cache_dtype="bfloat16").cache_config.block_size == 64
+    assert _config(tiny_llama, additional_config={"kvfold": {"format": "kvfold-4@128"}}).cache_config.block_size == 128
+
+
+class _Said(logging.Handler):
+    """vLLM's loggers do not propagate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_without_options_nothing_changes(tiny_llama) -> None:
+    """vLLM takes its own worker and attention; a dtype that it would not fold on a CPU is told of."""
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    said = _Said()
+    logger = logging.getLogger("vllm.kvfold")
+    logger.addHandler(said)
+    try:
+        config = _config(tiny_llama, additional_config={})
+        assert not said.messages
+        turboquant = _config(tiny_llama, additional_config={}, kv_cache_dtype="turboquant_4bit_nc")
+    finally:
+        logger.removeHandler(said)
+    assert len(said.messages) == 1
+    assert "this engine does not fold, it stores one byte a value" in said.messages[0]
+    layer = AttentionSelectorConfig(
+        head_size=128, dtype=config.model_config.dtype, kv_cache_dtype="auto", block_size=128,
+        attn_type=AttentionType.DECODER,
+    )  # fmt: skip
+    for stock in (config, turboquant):
+        assert (stock.parallel_config.worker_cls, stock.cache_config.block_size) == (STOCK_WORKER, 128)
+        with set_current_vllm_config(stock):
+            assert "cpu_attn" in current_platform.get_attn_backend_cls(None, layer)
+    with set_current_vllm_config(_config(tiny_llama)):
+        assert "FoldedBackend" in current_platform.get_attn_backend_cls(None, layer)

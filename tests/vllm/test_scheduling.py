@@ -1,0 +1,145 @@
+"""What the engine's scheduler does to sequences: company, chunks, preemption, sampling, aborts, more workers."""
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engines import Answer, alone, ask, counted, differences, engine, slots_in_use
+from vllm import LLM, SamplingParams
+
+BLOCKS = 19
+"""Of 64 tokens, one of them for the engine itself: hardly more than the longest request takes."""
+TIES = {"float16": 0.0, "kvfold-4": 0.02}
+"""Log-probabilities that are closer may change places: nothing without codes; codes that fall to the other side of a
+boundary by float32's rounding move this model's log-probabilities by a thousandth as a rule."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Prompts and how many new tokens each asks for."""
+
+    prompts: list[list[int]]
+    new: list[int]
+
+
+@pytest.fixture(scope="module")
+def requests(tiny_ids: list[int]) -> Requests:
+    """64 prompts of 1 to 700 tokens, those around whole pages among them; every fourth begins as the others do."""
+    rng = random.Random(0)
+    prompts, new = [], []
+    for i in range(64):
+        length = [1, 2, 63, 64, 65, 127, 128, 129][i] if i < 8 else rng.randint(1, 700)
+        first = 0 if i % 4 == 0 else rng.randrange(3000)
+        prompts.append(tiny_ids[first : first + length])
+        new.append(rng.randint(1, 40))
+    return Requests(prompts, new)
+
+
+@pytest.fixture(scope="module", params=list(TIES))
+def format(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(format: str, tiny_llama: Path) -> Iterator[LLM]:
+    """An engine that has too little memory for what it runs, and takes prompts in chunks of two pages."""
+    with engine(tiny_llama, format, max_num_batched_tokens=128, max_num_seqs=12, num_gpu_blocks_override=BLOCKS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def by_itself(llm: LLM, requests: Requests) -> list[Answer]:
+    """What each request gets alone."""
+    return alone(llm, requests.prompts, requests.new, ignore_eos=True)
+
+
+def test_64_requests_at_once_get_what_each_gets_alone(
+    format: str, llm: LLM, requests: Requests, by_itself: list[Answer]
+) -> None:
+    """In chunks, in a pool that is too small for them, so that some are preempted and computed again."""
+    assert llm.reset_prefix_cache()
+    before = counted(llm, "num_preemptions")
+    together = ask(llm, requests.prompts, requests.new, ignore_eos=True)
+    preempted = counted(llm, "num_preemptions") - before
+    differ = differences(together, by_itself)
+    print(f"\n{format}: 64 at once, {preempted} preempted, {len(differ)} part: {differ}")
+    assert preempted > 0
+    assert all(gap < TIES[format] for _, _, gap in differ)
+    assert len({tuple(answer.tokens) for answer in together}) > 50  # the model does not say the same to everything
+    assert any(answer.cached for answer in together)
+    assert slots_in_use(llm) == 0
+
+
+def test_samples_of_one_prompt_have_tails_of_their_own(format: str, llm: LLM, tiny_ids: list[int]) -> None:
+    """What each token was said to be worth is what reading the whole sample says, though three grow from one prompt.
+
+    They take more memory than there is, so some are preempted.
+    """
+    prompts = [tiny_ids[:150], tiny_ids[300:364], tiny_ids[700:1001]]
+    params = SamplingParams(n=3, temperature=0.8, max_tokens=70, logprobs=0, ignore_eos=True, detokenize=False)
+    before = counted(llm, "num_preemptions")
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    assert counted(llm, "num_preemptions") > before
+    samples, said = [], []
+    for ids, output in zip(prompts, outputs, strict=True):
+        for sample in output.outputs:
+            samples.append(ids + list(sample.token_ids))
+            said.append([at[token].logprob for token, at in zip(sample.token_ids, sample.logprobs, strict=True)])
+    assert len(set(map(tuple, samples))) == 9
+    worst = 0.0
+    for ids, answer, own in zip(samples, ask(llm, samples, 1, read=0), said, strict=True):
+        read = [at[token] for token, at in zip(ids[-70:], answer.read[-70:], strict=True)]
+        worst = max(worst, *(abs(a - b) for a, b in zip(read, own, strict=True)))
+    print(f"\n{format}: log-probabilities of samples differ from reading them by {worst:.1e} at most")
+    assert worst < max(TIES[format], 2e-4)  # without codes, float16's rounding falls to either side as codes do
+    assert slots_in_use(llm) == 0
+
+
+def test_aborted_requests_give_everything_back(
+    format: str, llm: LLM, requests: Requests, by_itself: list[Answer]
+) -> None:
+    """Some run, some wait; the others do not notice."""
+    assert llm.reset_prefix_cache()
+    core, chosen = llm.llm_engine, range(8, 32)
+    for i in chosen:
+        params = SamplingParams(temperature=0, max_tokens=requests.new[i], ignore_eos=True, detokenize=False)
+        core.add_request(str(i), {"prompt_token_ids": requests.prompts[i]}, params)
+    finished: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for output in core.step():
+            if output.finished:
+                finished[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+
+    for _ in range(8):
+        step()
+    assert slots_in_use(llm) > 0
+    aborted = [i for i in chosen if i % 2 and i not in finished]
+    core.abort_request([str(i) for i in aborted])
+    while core.has_unfinished_requests():
+        step()
+    assert set(finished) == set(chosen) - set(aborted)
+    for i, tokens in finished.items():
+        got = Answer(tokens, by_itself[i].gaps, [], 0)
+        assert all(gap < TIES[format] for _, _, gap in differences([got], [by_itself[i]]))
+    assert slots_in_use(llm) == 0
+    assert llm.reset_prefix_cache()  # it does only while no block is held
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_two_workers_answer_as_one(
+    format: str, requests: Requests, by_itself: list[Answer], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism gives each one of the two KV heads, fitted to what its own keys are like."""
+    one, other, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one}|{other}")  # on one NUMA node vLLM wants to be told
+    few = slice(8, 24)
+    with engine(tiny_llama, format, max_num_batched_tokens=128, max_num_seqs=12, tensor_parallel_size=2) as llm:
+        answers = ask(llm, requests.prompts[few], requests.new[few], ignore_eos=True)
+        assert slots_in_use(llm) == 0
+    differ = differences(answers, by_itself[few])
+    print(f"\n{format}: beside one worker {len(differ)} of {len(answers)} part: {differ}")
+    assert all(gap < TIES[format] for _, _, gap in differ)
