@@ -22,8 +22,8 @@ load     Requests a minute when memory is short: 32 users in a closed loop, prom
 soak     1,000 short requests by 16 users, some of them abandoned in mid-stream, some asking for two answers: resident
          memory of all of the server's processes after every 100, when nothing runs.
 
-    python benchmarks/serving.py                               # all parts and kinds: XXX
-    python benchmarks/serving.py --quick                       # the same in small: XXX
+    python benchmarks/serving.py                               # all parts and kinds: about an hour
+    python benchmarks/serving.py --quick                       # the same in small: a quarter of one
     python benchmarks/serving.py --parts speed --kinds bf16,kvfold-4 --contexts 64,7900 --users 1
     python benchmarks/serving.py --parts load --repeat-first   # how much did the machine change meanwhile?
 
@@ -279,11 +279,15 @@ class Server:
         except psutil.NoSuchProcess:
             return []
 
-    def _wait(self, until: float) -> None:
+    def check_alive(self) -> None:
+        """Raise if it has ended."""
         assert self._process
+        if self._process.poll() is not None:
+            raise ServingError(f"{self.kind}: the server ended with status {self._process.returncode}")
+
+    def _wait(self, until: float) -> None:
         while True:
-            if self._process.poll() is not None:
-                raise ServingError(f"{self.kind}: the server ended with status {self._process.returncode}")
+            self.check_alive()
             if time.perf_counter() > until:
                 raise ServingError(f"{self.kind}: the server was not ready after {self.timeout:.0f} s")
             try:
@@ -483,7 +487,9 @@ def speed_tables(rows: list[Row]) -> Iterator[Table]:
                 end_section=row is [each for each in group if each["users"] == row["users"]][-1],
             )  # fmt: skip
         yield table
-    table = Table("tokens", "cache", "seconds", "tok/s", f"× {base}", title="reading a prompt that is not cached")
+    table = Table(title="reading a prompt that is not cached")
+    for column in ("tokens", "cache", "seconds", "tok/s", f"× {base}"):
+        table.add_column(column, justify="left" if column == "cache" else "right")
     for context in dict.fromkeys(row["context"] for row in rows):
         for row in {row["kind"]: row for row in rows if row["context"] == context}.values():
             dense = by_cell[base, context, row["users"]]
@@ -694,8 +700,10 @@ def served(progress: Progress, server: Server, note: str = "") -> Iterator[Serve
         server.start()
         progress.remove_task(task)
         yield server
-    except Exception:
+    except Exception as error:
         server.print_log()
+        if isinstance(error, aiohttp.ClientError):  # perhaps because it is gone
+            server.check_alive()
         raise
     finally:
         server.stop()
@@ -723,7 +731,7 @@ def run_startup(progress: Progress, kind: str, plan: StartupPlan, more: list[str
                 Path(model).mkdir()
                 (Path(model) / "config.json").write_text(json.dumps(LLAMA_128))
                 options += ["--load-format", "dummy", "--skip-tokenizer-init"]
-            log = folder / f"startup-{kind}-{name}.log"
+            log = folder / f"startup-{kind.replace(' ', '-')}-{name}.log"
             with served(progress, Server(kind, options, log, model=model, **server), f", {name}") as ready:
                 rows.append({
                     "kind": kind, "model": name, "head_dim": head_dim, "pool_mib": plan.pool_mib,

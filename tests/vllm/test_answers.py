@@ -144,7 +144,8 @@ def test_answers_are_those_of_the_cache_in_transformers(
     print(f"\nengine beside FoldedCache: {len(differ)} of {len(prompts)} answers part: {differ}")
     print(f"FoldedCache beside itself: {len(itself)}: {itself}\nengine beside stock: {len(to_stock)}: {to_stock}")
     assert all(gap < TIE for _, _, gap in differ)
-    assert len(differ) <= 6  # as FoldedCache parts from itself when embeddings differ in the seventh digit, or a few
+    # A few of 20 long answers come upon a tie, and vLLM's float32 rounds otherwise than transformers'.
+    assert len(differ) <= 6
 
 
 def test_reading_prompts_differs_from_transformers_by_rounding_alone(

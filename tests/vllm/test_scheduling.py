@@ -46,7 +46,8 @@ def format(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def llm(format: str, tiny_llama: Path) -> Iterator[LLM]:
     """An engine that has too little memory for what it runs, and takes prompts in chunks of two pages."""
-    with engine(tiny_llama, format, max_num_batched_tokens=128, max_num_seqs=12, num_gpu_blocks_override=BLOCKS) as llm:
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 12, "num_gpu_blocks_override": BLOCKS}
+    with engine(tiny_llama, format, in_process=True, **options) as llm:
         yield llm
 
 

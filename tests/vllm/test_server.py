@@ -151,9 +151,7 @@ def test_prompts_that_are_too_long_are_refused(server: Server) -> None:
 
 def test_metrics_tell_of_the_folded_cache(server: Server) -> None:
     capacity, layers, kv_heads, slot = server.metric("kvfold:capacity_tokens"), 30, 3, 70
-    assert f"GPU KV cache size: {capacity:,.0f} tokens" in (said := server.log.read_text()) or (
-        f"CPU KV cache size: {capacity:,.0f} tokens" in said
-    )
+    assert f"CPU KV cache size: {capacity:,.0f} tokens" in server.log.read_text()
     assert server.metric("kvfold:bytes_per_token") == layers * kv_heads * slot
     before = server.metric("kvfold:folds_total")
     body = {"model": "smollm2", "prompt": "The sea is blue and deep. " * 100, "max_tokens": 2, "temperature": 0}
@@ -177,28 +175,18 @@ def test_a_stream_that_nobody_reads_is_ended(server: Server) -> None:
 
 def test_when_its_worker_dies_the_server_ends_and_says_so(server: Server) -> None:
     """The last test of this server."""
-    worker = next(process for process in _family(server.process) if "VLLM::Worker" in " ".join(process.cmdline()))
+    family = _family(server.process)
+    worker = next(process for process in family if "VLLM::Worker" in " ".join(process.cmdline()))
     stream = server.client.completions.create(
         model="smollm2", prompt="Count: one, two,", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     worker.kill()
     start = time.monotonic()
-    with pytest.raises((openai.APIError, openai.APIConnectionError, ConnectionError)) as error:
+    with pytest.raises((openai.APIError, openai.APIConnectionError)) as error:
         for _ in stream:
             pass
     assert time.monotonic() - start < 30
     print(f"\nafter {time.monotonic() - start:.1f} s: {error.value!r}")
     server.process.wait(30)
-    assert not any(process.is_running() for process in _left(server))
-
-
-def _left(server: Server) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _has_port(process, server.port)]
-
-
-def _has_port(process: psutil.Process, port: int) -> bool:
-    try:
-        return str(port) in process.cmdline() and "serve" in process.cmdline()
-    except psutil.Error:
-        return False
+    assert not psutil.wait_procs(family[1:], 30)[1]
