@@ -136,7 +136,7 @@ class SoakPlan:
 class StartupPlan:
     models: tuple[str, ...] = ("smollm2", "llama-128")
     max_model_len: int = 4_096
-    max_num_seqs: int = 32
+    max_num_seqs: int = 8
     pool_mib: int = 512
 
 
@@ -155,7 +155,7 @@ QUICK = {
 LLAMA_128 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 512,
     "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 128, "vocab_size": 512, "max_position_embeddings": 4_096, "rms_norm_eps": 1e-6, "bos_token_id": 1,
+    "head_dim": 128, "vocab_size": 49_152, "max_position_embeddings": 4_096, "rms_norm_eps": 1e-6, "bos_token_id": 1,
     "eos_token_id": 2, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 
@@ -720,6 +720,8 @@ def pool_options(plan: Any) -> list[str]:
 
 
 def run_startup(progress: Progress, kind: str, plan: StartupPlan, more: list[str], **server: Any) -> list[Row]:
+    from kvfold.integrations.models import demo_folder
+
     rows = []
     folder = server.pop("logs")
     for name in plan.models:
@@ -730,7 +732,7 @@ def run_startup(progress: Progress, kind: str, plan: StartupPlan, more: list[str
                 model, head_dim = str(Path(scratch) / name), 128
                 Path(model).mkdir()
                 (Path(model) / "config.json").write_text(json.dumps(LLAMA_128))
-                options += ["--load-format", "dummy", "--skip-tokenizer-init"]
+                options += ["--load-format", "dummy", "--tokenizer", str(demo_folder())]
             log = folder / f"startup-{kind.replace(' ', '-')}-{name}.log"
             with served(progress, Server(kind, options, log, model=model, **server), f", {name}") as ready:
                 rows.append({
