@@ -98,8 +98,9 @@ def alone(llm: LLM, prompts: Sequence[list[int]], new: int | Sequence[int] = 40,
 
 
 def slots_in_use(llm: LLM) -> int:
-    """Unfinished pages that hold a slot, in all workers, once these know which requests ended."""
-    if (core := getattr(llm.llm_engine.engine_core, "engine_core", None)) is not None:
+    """Unfinished pages that hold a slot, in all workers; once no request runs, these know which ended."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None and not core.scheduler.has_unfinished_requests():
         core.step_fn()  # in a process of its own it takes this step unasked
     return sum(llm.collective_rpc(_slots_in_use))
 
