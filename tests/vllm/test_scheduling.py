@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engines import Answer, alone, ask, counted, differences, engine, slots_in_use
 from vllm import LLM, SamplingParams
+from vllm.v1.request import RequestStatus
 
 BLOCKS = 19
 """Of 64 tokens, one of them for the engine itself: hardly more than the longest request takes."""
@@ -99,35 +100,69 @@ def test_samples_of_one_prompt_have_tails_of_their_own(format: str, llm: LLM, ti
     assert slots_in_use(llm) == 0
 
 
+class Stepped:
+    """Some of the requests in an engine that is stepped by hand."""
+
+    def __init__(self, llm: LLM, requests: Requests, chosen: range) -> None:
+        assert llm.reset_prefix_cache()
+        self.llm, self.core, self.left = llm, llm.llm_engine, set(chosen)
+        self.finished: dict[int, list[int]] = {}
+        for i in chosen:
+            params = SamplingParams(temperature=0, max_tokens=requests.new[i], ignore_eos=True, detokenize=False)
+            self.core.add_request(str(i), {"prompt_token_ids": requests.prompts[i]}, params)
+
+    def step(self) -> None:
+        for output in self.core.step():
+            if output.finished:
+                self.finished[_number(output.request_id)] = list(output.outputs[0].token_ids)
+
+    def abort(self, some: list[int]) -> None:
+        self.left -= set(some)
+        self.core.abort_request([str(i) for i in some])
+
+    def preempted(self) -> list[int]:
+        """Requests that lost their blocks and wait to be computed again."""
+        waiting = self.core.engine_core.engine_core.scheduler.waiting
+        return [_number(request.request_id) for request in waiting if request.status == RequestStatus.PREEMPTED]
+
+    def check(self, format: str, by_itself: list[Answer]) -> None:
+        """All that were not aborted get what each gets alone, and nothing is held any more."""
+        while self.core.has_unfinished_requests():
+            self.step()
+        assert self.finished.keys() == self.left
+        for i, tokens in self.finished.items():
+            got = Answer(tokens, by_itself[i].gaps, [], 0)
+            assert all(gap < TIES[format] for _, _, gap in differences([got], [by_itself[i]]))
+        assert slots_in_use(self.llm) == 0
+        assert self.llm.reset_prefix_cache()  # it does only while no block is held
+
+
+def _number(request_id: str) -> int:
+    return int(request_id.split("-")[0])
+
+
 def test_aborted_requests_give_everything_back(
     format: str, llm: LLM, requests: Requests, by_itself: list[Answer]
 ) -> None:
     """Some run, some wait; the others do not notice."""
-    assert llm.reset_prefix_cache()
-    core, chosen = llm.llm_engine, range(8, 32)
-    for i in chosen:
-        params = SamplingParams(temperature=0, max_tokens=requests.new[i], ignore_eos=True, detokenize=False)
-        core.add_request(str(i), {"prompt_token_ids": requests.prompts[i]}, params)
-    finished: dict[int, list[int]] = {}
-
-    def step() -> None:
-        for output in core.step():
-            if output.finished:
-                finished[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
-
+    engine = Stepped(llm, requests, range(8, 32))
     for _ in range(8):
-        step()
+        engine.step()
     assert slots_in_use(llm) > 0
-    aborted = [i for i in chosen if i % 2 and i not in finished]
-    core.abort_request([str(i) for i in aborted])
-    while core.has_unfinished_requests():
-        step()
-    assert set(finished) == set(chosen) - set(aborted)
-    for i, tokens in finished.items():
-        got = Answer(tokens, by_itself[i].gaps, [], 0)
-        assert all(gap < TIES[format] for _, _, gap in differences([got], [by_itself[i]]))
-    assert slots_in_use(llm) == 0
-    assert llm.reset_prefix_cache()  # it does only while no block is held
+    engine.abort([i for i in engine.left if i % 2 and i not in engine.finished])
+    engine.check(format, by_itself)
+
+
+def test_a_preempted_request_may_be_aborted(format: str, llm: LLM, requests: Requests, by_itself: list[Answer]) -> None:
+    """Its blocks have been others' since then: their unfinished pages stay."""
+    engine = Stepped(llm, requests, range(8, 32))
+    lost: list[int] = []
+    while not lost:
+        before = engine.preempted()
+        engine.step()
+        lost = [i for i in engine.preempted() if i in before]
+    engine.abort(lost)
+    engine.check(format, by_itself)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
