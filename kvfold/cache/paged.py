@@ -159,7 +159,8 @@ class PagePool:
                 tensor = getattr(side, part.name)[0].transpose(0, 1).reshape(len(pages), self.kv_heads, -1)
                 own = slice(part.offset, part.offset + part.nbytes)
                 whole[..., own] = tensor.contiguous().view(torch.uint8)
-        self.pages[pages // self.pages_a_block, pages % self.pages_a_block] = whole
+        for page, new in zip(pages.tolist(), whole, strict=True):  # to index by tensors wakes all threads, even for few
+            self.pages[page // self.pages_a_block, page % self.pages_a_block] = new
 
     def read(self, pages: Tensor) -> tuple[Pages, Pages]:
         """Keys and values of pages numbered `pages`, (N,): (1, kv_heads, N, …)."""

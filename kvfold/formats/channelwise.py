@@ -95,8 +95,8 @@ def _candidates(pages: Tensor, tops: Sequence[float]) -> tuple[Tensor, Tensor]:
     low, high = pages.amin(1, keepdim=True), pages.amax(1, keepdim=True)
     centres = torch.cat((mean, 0.5 * (low + high)), 1).half()
     z = centres.float()
-    variance = (pages - mean).square().mean(1, keepdim=True)
-    deviation = (variance + (z - mean).square()).sqrt()
+    # About z; without sqrt, which wakes all threads even for a few numbers.
+    deviation = pages.std(1, correction=0, keepdim=True).hypot(z - mean)
     reach = (
         torch.maximum(high - z, z - low)
         / torch.tensor(tops, device=pages.device).repeat_interleave(TILE)[: z.shape[-1]]

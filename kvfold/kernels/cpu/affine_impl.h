@@ -6,6 +6,7 @@ namespace kvfold::KVFOLD_ISA {
 namespace {
 
 constexpr float kTiny = 0x1p-24f;  // the smallest float16
+constexpr std::size_t kPagesAThread = 4;  // fewer are not worth waking a thread
 
 // One tile of channels of each page.
 class TileSearch {
@@ -69,10 +70,11 @@ class TileSearch {
 
 void closest_affine(const Affine& job) {
   const std::size_t tiles = (job.channels + kTile - 1) / kTile;
-#pragma omp parallel num_threads(job.threads)
+  const std::size_t most = std::max<std::size_t>(job.pages / kPagesAThread, 1);
+#pragma omp parallel num_threads(static_cast<int>(std::min(static_cast<std::size_t>(std::max(job.threads, 1)), most)))
   for (std::size_t tile = 0; tile < tiles; ++tile) {
     TileSearch search(job, tile);
-#pragma omp for schedule(dynamic, 4) nowait
+#pragma omp for schedule(dynamic, kPagesAThread) nowait
     for (std::size_t page = 0; page < job.pages; ++page) search.run(page);
   }
 }
