@@ -1,9 +1,14 @@
 """Shared fixtures: the real demo model, and tiny random models of several architectures."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 

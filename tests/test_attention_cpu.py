@@ -331,5 +331,5 @@ def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "attention runs in the reference implementation, which is slow: the CPU kernel takes masks of bool, and this "
         "is one of torch.float32"
     ]
-    with pytest.raises(ValueError, match="backend = 'nope': choose one of cpu, reference"):
+    with pytest.raises(ValueError, match="backend = 'nope': choose one of cpu, triton, reference"):
         attend(q, new, scaling=0.1, backend="nope")

@@ -30,13 +30,14 @@ class Engine:
     """A few sequences in a pool of blocks, as an engine would hold them: blocks in any order, freed and used again."""
 
     def __init__(
-        self, name, dim=64, kv_heads=2, repeat=3, dtype=torch.float32, blocks=40, per_block=1, slots=4, **options
-    ):
+        self, name, dim=64, kv_heads=2, repeat=3, dtype=torch.float32, blocks=40, per_block=1, slots=4, device="cpu",
+        **options,
+    ):  # fmt: skip
         self.formats, self.statistics = _fitted(name, dim, kv_heads)
         layout = PageLayout(get_formats(name, dim, dim))
         self.size, self.per_block, self.dtype = layout.page_size, per_block, dtype
         slot = layout.slot_bytes(dtype.itemsize)
-        pool = torch.zeros(blocks, kv_heads, per_block * self.size, slot // dtype.itemsize, dtype=dtype)
+        pool = torch.zeros(blocks, kv_heads, per_block * self.size, slot // dtype.itemsize, dtype=dtype, device=device)
         self.slots = Slots(slots)
         self.layer = PagedLayer(self.formats, PagePool(pool, layout), slots, dtype)
         self.attention = PagedAttention(self.layer, kv_heads * repeat, scaling=dim**-0.5, **options)
@@ -58,7 +59,9 @@ class Engine:
         for row, who in zip(table, new, strict=True):
             row[: len(self.blocks[who])] = self.blocks[who]
         step = plan(starts, lengths, table, self.slots, self.per_block, self.size)
-        query, key, value = (torch.cat(parts).to(self.dtype) for parts in zip(*new.values(), strict=True))
+        query, key, value = (
+            torch.cat(parts).to(self.layer.pool.pages.device, self.dtype) for parts in zip(*new.values(), strict=True)
+        )
         out = self.attention(query, key, value, step)
         return {who: out[a:b] for who, a, b in zip(new, starts, starts[1:], strict=False)}
 

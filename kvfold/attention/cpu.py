@@ -25,7 +25,7 @@ INTEGER_SETS = ("avx512vbmi", "avx512vnni")
 def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
     """Why this kernel does not take a call; None if it does."""
     if query.device.type != "cpu":
-        return f"the queries are on {query.device}, and there is no kernel for it yet"
+        return f"the CPU kernel takes queries in a CPU's memory, these are on {query.device}"
     if query.dtype not in DTYPES:
         return f"the CPU kernel takes no queries of {query.dtype}"
     if mask is not None and mask.dtype != torch.bool:

@@ -7,15 +7,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvfold.attention import cpu, reference
+from kvfold.attention import cpu, reference, triton
 from kvfold.cache.layer import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
 
 logger = logging.getLogger("kvfold")
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"cpu": cpu.attend_rows, "reference": reference.attend_rows}
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "cpu": cpu.attend_rows,
+    "triton": triton.attend_rows,
+    "reference": reference.attend_rows,
+}
 """Ways to compute, by name; all take what `kvfold.attention.reference.attend_rows` takes."""
+
+WHY_NOT: dict[str, Callable[[Tensor, FoldedRows, Tensor | None], str | None]] = {
+    "cpu": cpu.unsupported,
+    "triton": triton.unsupported,
+    "reference": lambda *call: None,
+}
+"""Why a backend does not take a call's query, rows and mask; None if it does."""
 
 
 # A graph cannot hold a cache that grows: a compiled model leaves its graph here, and comes back.
@@ -74,7 +85,7 @@ def attend(
             own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
             own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
         chosen = backend or _fastest(query, group.rows, mask)
-        if chosen == "cpu" and (why := cpu.unsupported(query, group.rows, mask)) is not None:
+        if backend is not None and (why := WHY_NOT[backend](query, group.rows, mask)) is not None:
             raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
         run = BACKENDS[chosen]
         own_query = group.own(query, new.first_column)
@@ -104,7 +115,10 @@ def attend(
 def path_of(formats: FormatPair, device: str) -> str:
     """In words: what reads a layer of these formats on a device ("cpu", "cuda", …)."""
     if device != "cpu":
-        return "reference in torch: there is no kernel for it yet"
+        why: str | None = "there is no kernel for it yet"
+        if device in triton.DEVICES:
+            why = triton.why_not(formats.keys.form, formats.values.form)
+        return "Triton" if why is None else f"reference in torch: {why}"
     keys, values = cpu.reads_as(formats.keys), cpu.reads_as(formats.values)
     if "reference" in (keys, values):
         return f"reference in torch: {formats.keys.form.only_reference or formats.values.form.only_reference}"
@@ -116,9 +130,10 @@ def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
     """The backend for a call. float64 queries go to the reference, which alone computes in float64."""
     if query.dtype == torch.float64:
         return "reference"
-    why = cpu.unsupported(query, rows, mask)
+    backend = "cpu" if query.device.type == "cpu" else "triton"
+    why = WHY_NOT[backend](query, rows, mask)
     if why is None:
-        return "cpu"
+        return backend
     _warn_once(why)
     return "reference"
 

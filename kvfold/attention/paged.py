@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvfold.attention import cpu
-from kvfold.attention.reference import attend_pages
+from kvfold.attention import cpu, reference, triton
 from kvfold.cache.paged import PagedLayer, Part, Step
 from kvfold.formats import Format
 from kvfold.kernels.cpu import module
@@ -30,7 +29,7 @@ class PagedAttention:
     scaling, softcap, sink_logits
         As for `kvfold.attention.attend`.
     backend
-        "cpu" or "reference"; None for the fastest that the layer's device has.
+        "cpu", "triton" or "reference"; None for the kernel of the layer's device.
     instruction_set
         One of `kvfold.attention.cpu.INSTRUCTION_SETS`.
     """
@@ -52,8 +51,8 @@ class PagedAttention:
         self.layer, self.heads = layer, heads
         self.scaling, self.softcap = scaling, softcap
         self.sink_logits = None if sink_logits is None else sink_logits.detach().float().contiguous()
-        self.backend = backend or ("cpu" if layer.pool.pages.device.type == "cpu" else "reference")
-        if self.backend == "reference":
+        self.backend = backend or ("cpu" if layer.pool.pages.device.type == "cpu" else "triton")
+        if self.backend != "cpu":
             return
         self._kernel = module.PagedLayer(
             instruction_set, _side(keys, layer, layer.pool.layout.keys), _side(values, layer, layer.pool.layout.values),
@@ -95,7 +94,8 @@ class PagedAttention:
                     f"{(step.tokens, *shape)}"
                 )
         layer.fold(step, key, value)
-        if self.backend == "reference":
+        if self.backend != "cpu":
+            attend_pages = triton.attend_pages if self.backend == "triton" else reference.attend_pages
             out = attend_pages(
                 query, key, value, layer, step, scaling=self.scaling, softcap=self.softcap, sink_logits=self.sink_logits
             )

@@ -14,6 +14,7 @@ from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels import ops
 from kvfold.quant.codebooks import flat_levels, on_grid
 from kvfold.quant.packing import TILE, padded
+from kvfold.quant.tables import on
 from kvfold.quant.transforms import ChannelOrder, as_they_come
 
 QUARTERS = {
@@ -72,7 +73,7 @@ class Channelwise(Ordered):
         centre, scale = _candidates(
             pages, [self.form.lut[group, 2**b - 1].item() for group, b in enumerate(self.form.bits)]
         )
-        lut = self.form.lut.to(y.device)
+        lut = on(y.device, self.form.lut)
         code, chosen = ops.closest_affine(pages, centre.float(), scale.float(), lut, list(self.form.bits))
         index = chosen.long().unsqueeze(1)
         shape = (*y.shape[:-2], y.shape[-1])

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from kvfold.kernels import ops
 from kvfold.quant.packing import TILE, Lanes, padded
+from kvfold.quant.tables import on
 from kvfold.quant.transforms import AnyTransform
 
 
@@ -193,7 +194,7 @@ class PageForm:
 
     def levels(self, pages: Pages) -> Tensor:
         """S ⊙ lut[code]: float32, (…, N, P, D). The only place where codes are looked up."""
-        lut = self.lut.to(pages.code.device)
+        lut = on(pages.code.device, self.lut)
         levels = ops.unpack_levels(pages.code, lut, self.page_size, self.code_dim, list(self.bits), self.lanes)
         if self.unit_levels:
             levels = levels / levels.square().sum(-1, keepdim=True).sqrt()

@@ -40,7 +40,7 @@ class Rotated(Format):
         transform = orthogonal(self.rotation, self.head_dim, self.seed)
         return PageForm(self.head_dim, self.page_size, bits, lut, transform, self.lanes)
 
-    @property
+    @cached_property
     def _code(self) -> RotatedCode:
         transform = self.form.transform
         assert isinstance(transform, Transform)

@@ -1,7 +1,9 @@
 """Kernels as torch operators: traced by torch.compile, chosen by the device of their tensors.
 
-On a CPU each runs in C++; on other devices the torch truth in `kvfold.quant` runs.
+On a CPU each runs in C++, on a GPU those that fold run in Triton; elsewhere the torch truth in `kvfold.quant` runs.
 """
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -168,3 +170,29 @@ def _lanes(lanes: str) -> Lanes:
     if lanes not in ("tokens", "channels"):
         raise ValueError(f"lanes = {lanes!r}: choose 'tokens' (keys) or 'channels' (values)")
     return lanes  # type: ignore[return-value]
+
+
+if find_spec("triton") is not None:  # "cuda" is AMD's name too
+
+    @pack.register_kernel("cuda")
+    def _(codes: Tensor, bits: list[int], lanes: str) -> Tensor:
+        from kvfold.kernels.triton import fold
+
+        return fold.pack(codes, bits, _lanes(lanes))
+
+    @closest_affine.register_kernel("cuda")
+    def _(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
+        from kvfold.kernels.triton import fold
+
+        return fold.closest_affine(y, centre, scale, lut, bits)
+
+    @fold_rotated.register_kernel("cuda")
+    def _(
+        x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
+        lanes: str, page_size: int, slot: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        from kvfold.kernels.triton import fold
+
+        _check_dim(x, matrix)
+        how = RotatedCode(Transform(matrix), levels, rule, centred)
+        return fold.fold_rotated(x, how, _lanes(lanes), page_size, slot)

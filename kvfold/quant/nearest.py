@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvfold.quant.tables import on
+
 
 def nearest_level(y: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Index of the level nearest to each element, and that level.
@@ -21,6 +23,6 @@ def nearest_level(y: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     value
         `levels[code]`.
     """
-    levels = levels.to(y.device)
+    levels = on(y.device, levels)
     code = torch.bucketize(y, 0.5 * (levels[1:] + levels[:-1]), out_int32=True)
     return code.to(torch.uint8), levels[code]

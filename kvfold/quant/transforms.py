@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvfold.quant.tables import on
+
 
 @dataclass(frozen=True, eq=False)
 class Transform:
@@ -47,15 +49,19 @@ class Transform:
 
     def apply(self, x: Tensor) -> Tensor:
         """R·x for every row of `x` (…, D)."""
-        return x @ self.matrix.to(x.device, x.dtype).mT
+        return x @ on(x.device, self.matrix, x.dtype).mT
 
     def invert(self, y: Tensor) -> Tensor:
         """R⁻¹·y for every row of `y` (…, D)."""
-        return y @ self.inverse.to(y.device, y.dtype).mT
+        if self.general_inverse is None:
+            return y @ on(y.device, self.matrix, y.dtype)
+        return y @ on(y.device, self.general_inverse, y.dtype).mT
 
     def apply_to_query(self, q: Tensor) -> Tensor:
         """q̃ = R⁻ᵀ·q, so that q̃·(R·x) = q·x, for every row of `q` (…, D)."""
-        return q @ self.inverse.to(q.device, q.dtype)
+        if self.general_inverse is None:
+            return q @ on(q.device, self.matrix, q.dtype).mT
+        return q @ on(q.device, self.general_inverse, q.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +114,7 @@ class ChannelOrder:
         return self.apply(q)
 
     def _index(self, x: Tensor) -> Tensor:
-        index = self.order.to(x.device).long()[..., None, None, :]
+        index = on(x.device, self.order).long()[..., None, None, :]
         return index[(None,) * (x.ndim - index.ndim)]
 
 
@@ -133,11 +139,11 @@ class OrderedMatrix:
 
     def apply(self, x: Tensor) -> Tensor:
         """R·x for every row of `x` (…, heads, n, m, D)."""
-        return self.order.apply(x) @ self.matrix.to(x.device, x.dtype).mT
+        return self.order.apply(x) @ on(x.device, self.matrix, x.dtype).mT
 
     def invert(self, y: Tensor) -> Tensor:
         """R⁻¹·y for every row of `y`."""
-        return self.order.invert(y @ self.matrix.to(y.device, y.dtype))
+        return self.order.invert(y @ on(y.device, self.matrix, y.dtype))
 
     def apply_to_query(self, q: Tensor) -> Tensor:
         """The same as `apply`, as R is orthogonal."""

@@ -1,0 +1,410 @@
+"""Attention over folded rows and pools on GPUs, in Triton (kvfold/kernels/triton/attend.py)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, reduce
+from importlib.util import find_spec
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.paged import PagedLayer, Part, Step
+from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.store import PageStore, StoreView
+from kvfold.formats.page import PageForm
+from kvfold.kernels.triton import on_its_device
+from kvfold.quant.packing import TILE
+from kvfold.quant.tables import on
+
+if TYPE_CHECKING:
+    from kvfold.kernels.triton.codes import Shape
+
+DEVICES = ("cuda", "cpu")
+"""By torch's names ("cuda" is AMD's too); on a CPU they run in Triton's interpreter, to be tested."""
+WAVES = 4
+"""Programs for each multiprocessor that a short list of rows is split into."""
+MULTIPROCESSORS_OF_A_CPU = 2
+"""As many as the interpreter is said to have, so that contexts are split there too."""
+
+
+def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
+    """Why these kernels do not take a call; None if they do."""
+    if find_spec("triton") is None:
+        return "the GPU kernels want Triton: install kvfold[gpu]"
+    if query.device.type not in DEVICES:
+        return f"the GPU kernels run on {' and '.join(DEVICES)} so far, the queries are on {query.device}"
+    if query.dtype == torch.float64:
+        return "the GPU kernels compute in float32, and the queries are float64"
+    if mask is not None and mask.dtype != torch.bool:
+        return f"the GPU kernels take masks of bool, and this is one of {mask.dtype}"
+    return why_not(rows.keys.form, rows.values.form)
+
+
+def why_not(*forms: PageForm) -> str | None:
+    """Why these kernels do not read pages of some form; None if they do."""
+    for form in forms:
+        if form.only_reference is not None:
+            return form.only_reference
+        if any(width % TILE for width in form.groups):
+            return f"the GPU kernels take scales for groups of {TILE} channels, these are of {form.groups}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Keys or values of pages: their parts by name (None if absent), and what kernels are compiled for."""
+
+    parts: dict[str, Tensor | None]
+    shape: "Shape"
+
+    def arguments(self, prefix: str) -> dict[str, Any]:
+        return {f"{prefix}_{name}": part for name, part in self.parts.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Queries:
+    """New tokens of some sequences, in one list.
+
+    Attributes
+    ----------
+    plain, rotated
+        q and q̃, scaled: float32, (tokens, heads, ·).
+    first, count, pages
+        int32, of each sequence: its first new token, how many it has, and pages.
+    stop
+        How many folded tokens each new token reads: int32, (tokens).
+    most, most_pages
+        The most new tokens, and pages, of a sequence.
+    """
+
+    plain: Tensor
+    rotated: Tensor
+    first: Tensor
+    count: Tensor
+    pages: Tensor
+    stop: Tensor
+    most: int
+    most_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense:
+    """Dense tokens of each sequence; strides and places are in elements.
+
+    Attributes
+    ----------
+    key_at, value_at
+        Where each sequence's tokens begin: int64.
+    held, position
+        How many they are, and the position of the first: int32.
+    start, stop
+        Positions that bound what each new token reads: int32, (tokens).
+    strides
+        From head to head and token to token, of keys and of values.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_at: Tensor
+    value_at: Tensor
+    held: Tensor
+    position: Tensor
+    start: Tensor
+    stop: Tensor
+    strides: tuple[int, ...]
+
+
+@on_its_device
+@torch.no_grad()
+def attend_rows(
+    query: Tensor,
+    rows: FoldedRows,
+    dense: DenseSpan | None,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`kvfold.attention.reference.attend_rows` in float32, by kernels.
+
+    Queries, probabilities and what they are multiplied with are float16 numbers to the tensor cores, unless `query`
+    is float32. A query with a NaN or an infinity gets NaN: to see it would mean to wait for the GPU.
+    """
+    batch, _, n, _ = query.shape
+    kv_heads, device, length = rows.kv_heads, query.device, rows.length
+    q = query.float().unflatten(1, (kv_heads, -1)) * scaling
+    dense_start = dense.start if dense is not None else length
+    until = [rows.folded_until(t, dense_start) for t in range(length - n, length)]
+    after = [*range(length - n + 1, length + 1)] if mask is None else [length] * n  # a mask decides alone
+    sinks, count = rows.window.sinks, rows.keys.count
+    stop = [max(min(pair) - sinks, 0) for pair in zip(until, after, strict=True)]
+    spans = [span for span in (rows.sink_span(), dense) if span is not None and span.start < span.stop]
+    ints = _Ints(device)
+    first, counts = ints.add(range(0, batch * n, n)), ints.add([n] * batch)
+    pages, stops = ints.add([count] * batch), ints.add(stop * batch)
+    starts, afters = ints.add(until * batch), ints.add(after * batch)
+    nothing = ints.add([0] * batch * n)
+    placed = [(ints.add([span.key.shape[2]] * batch), ints.add([span.start] * batch)) for span in spans]
+    ints.send()
+    given = []
+    for span, (held, position) in zip(spans, placed, strict=True):
+        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (span.key, span.value))
+        row = torch.arange(batch, device=device)
+        given.append(
+            _Dense(
+                key, value, row * key.stride(0), row * value.stride(0), ints[held], ints[position],
+                ints[starts] if span is dense else ints[nothing], ints[afters],
+                (*key.stride()[1:3], *value.stride()[1:3]),
+            )
+        )  # fmt: skip
+    queries = _Queries(
+        _by_token(q), _by_token(rows.keys.form.rotated_query(q)), ints[first], ints[counts], ints[pages], ints[stops],
+        n, count,
+    )  # fmt: skip
+    sides = None
+    if count:
+        sides = _stored(rows.keys), _stored(rows.values)
+        assert rows.keys.storage is not None
+    masked: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
+    if mask is not None:
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        by = [0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3)]
+        masked = dict(zip(masked, (mask.view(torch.uint8), *by, mask.shape[-1]), strict=True))
+    width = 0 if rows.keys.storage is None else rows.keys.storage.code.shape[2]
+    rotated, plain = _attend(
+        queries, sides, (None, width), given, kv_heads=kv_heads, value_dim=rows.value_dim,
+        code_dim=rows.values.form.code_dim, softcap=softcap, sink_logits=sink_logits, mask=masked, position=sinks,
+        exact=query.dtype == torch.float32,
+    )  # fmt: skip
+    rotated, plain = (x.view(batch, n, kv_heads, -1, x.shape[-1]).permute(0, 2, 3, 1, 4) for x in (rotated, plain))
+    return (rows.values.form.transform.invert(rotated) + plain).flatten(1, 2)
+
+
+@on_its_device
+@torch.no_grad()
+def attend_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: PagedLayer,
+    step: Step,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`kvfold.attention.reference.attend_pages` in float32, by kernels; precision as in `attend_rows`."""
+    size, kv_heads, device = layer.formats.keys.page_size, layer.pool.kv_heads, query.device
+    keys, values = layer.formats.keys, layer.formats.values
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    rows = step.rows.tolist()
+    tokens = [(length - count + i) for _, count, length, *_ in rows for i in range(count)]
+    pages = [(length - 1) // size for _, _, length, *_ in rows]
+    ints = _Ints(device)
+    first, count = ints.add(row[0] for row in rows), ints.add(row[1] for row in rows)
+    held = ints.add(pages)
+    start, stop = ints.add(t // size * size for t in tokens), ints.add(t + 1 for t in tokens)
+    before = [length - new for _, new, length, *_ in rows]
+    in_tail, tail_position = ints.add(b % size for b in before), ints.add(b // size * size for b in before)
+    new_position = ints.add(before)
+    tail = ints.add(max(row[3], 0) for row in rows)
+    ints.send()
+    tails = layer.tail_keys, layer.tail_values
+    slot = ints[tail].long()
+    given = [
+        _Dense(
+            *tails, slot * tails[0].stride(0), slot * tails[1].stride(0), ints[in_tail], ints[tail_position],
+            ints[start], ints[stop], (*tails[0].stride()[1:3], *tails[1].stride()[1:3]),
+        ),
+        _Dense(
+            key, value, ints[first].long() * key.stride(0), ints[first].long() * value.stride(0), ints[count],
+            ints[new_position], ints[start], ints[stop],
+            (key.stride(1), key.stride(0), value.stride(1), value.stride(0)),
+        ),
+    ]  # fmt: skip
+    q = (query.float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
+    queries = _Queries(
+        _by_token(q), _by_token(keys.form.rotated_query(q)), ints[first], ints[count], ints[held], ints[start],
+        max(row[1] for row in rows), max(pages),
+    )  # fmt: skip
+    at, page_bytes = layer.pool.page_at(step.block_table), layer.pool.page_bytes
+    if layer.pool.block_bytes % page_bytes:
+        raise ValueError(f"blocks lie {layer.pool.block_bytes} bytes apart: GPU kernels want multiples of {page_bytes}")
+    units = torch.from_numpy(at // page_bytes).int().to(device)
+    sides = _pooled(keys.form, layer, layer.pool.layout.keys), _pooled(values.form, layer, layer.pool.layout.values)
+    rotated, plain = _attend(
+        queries, sides, (units, units.shape[1]), given, kv_heads=kv_heads, value_dim=values.head_dim,
+        code_dim=values.form.code_dim, softcap=softcap, sink_logits=sink_logits, position=0,
+        mask={"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0},
+        exact=query.dtype == torch.float32,
+    )  # fmt: skip
+    by_head = rotated.view(1, len(tokens), kv_heads, -1, rotated.shape[-1]).permute(0, 2, 3, 1, 4)
+    out = values.form.transform.invert(by_head)[0].permute(2, 0, 1, 3).flatten(1, 2)
+    return out + plain.view(out.shape)
+
+
+class _Ints:
+    """Whole numbers that go to the device together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._numbers = device, list[int]()
+
+    def add(self, numbers: Iterable[int]) -> slice:
+        self._numbers += [0] * (-len(self._numbers) % 4)  # kernels are compiled anew for addresses of other alignment
+        start = len(self._numbers)
+        self._numbers.extend(numbers)
+        return slice(start, len(self._numbers))
+
+    def send(self) -> None:
+        self._sent = _sent(tuple(self._numbers), self.device)
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._sent[part]
+
+
+@lru_cache(maxsize=8)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once for all layers that are equally long: each copy would wait for the GPU."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def _by_token(q: Tensor) -> Tensor:
+    """(batch, kv_heads, repeat, n, dim) → (batch · n, heads, dim)."""
+    return q.permute(0, 3, 1, 2, 4).reshape(q.shape[0] * q.shape[3], -1, q.shape[4]).contiguous()
+
+
+def _attend(
+    queries: _Queries, sides: tuple[_Side, _Side] | None, units: tuple[Tensor | None, int], spans: Sequence[_Dense], *,
+    kv_heads: int, value_dim: int, code_dim: int, softcap: float | None, sink_logits: Tensor | None,
+    mask: dict[str, Any], position: int, exact: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What pages give, (tokens, heads, code_dim), and what dense tokens give, (tokens, heads, value_dim)."""
+    from triton import next_power_of_2
+
+    from kvfold.kernels.triton import attend
+
+    tokens, heads, key_dim = queries.plain.shape
+    sequences, repeat, rows = len(queries.first), heads // kv_heads, tokens * heads
+    like = queries.plain
+    widest = next_power_of_2(max(key_dim, value_dim, code_dim))
+    block_rows = min(max(next_power_of_2(repeat * queries.most), 16), max(8192 // widest, 16), 64)
+    row_blocks = -(-repeat * queries.most // block_rows)
+    splits = 0 if sides is None else _splits(row_blocks * sequences * kv_heads, queries.most_pages, like.device)
+    parts = splits + len(spans)
+    maxima, totals = (like.new_empty(parts, rows) for _ in range(2))
+    rotated = like.new_empty(max(splits, 1), rows, code_dim)
+    plain = like.new_empty(max(len(spans), 1), rows, value_dim)
+    common: dict[str, Any] = {
+        "first": queries.first, "count": queries.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
+        "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "EXACT": exact,
+        "num_warps": 8, "num_stages": 1,  # so that no registers spill: benchmarks/compile_kernels.py
+    }  # fmt: skip
+    if sides is not None:
+        keys, values = sides
+        k, v = (max(next_power_of_2(side.shape.code_dim), TILE) for side in sides)
+        block = _block(keys.shape.page_size, max(k, v))
+        attend.attend_pages[row_blocks, sequences * kv_heads, splits](
+            queries.rotated, maxima, totals, rotated, pages=queries.pages, table=units[0], width=units[1],
+            stop=queries.stop, position=position, **mask, **keys.arguments("k"),
+            **{name: part for name, part in values.arguments("v").items() if name != "v_plain"}, TOKENS=tokens,
+            KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
+            PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), **common,
+        )  # fmt: skip
+    for i, span in enumerate(spans):
+        attend.attend_dense[row_blocks, sequences * kv_heads](
+            queries.plain, maxima[splits + i], totals[splits + i], plain[i], key_at=span.key_at,
+            value_at=span.value_at, held=span.held, position=span.position, start=span.start, stop=span.stop, **mask,
+            key=span.key, value=span.value, key_head=span.strides[0], key_token=span.strides[1],
+            value_head=span.strides[2], value_token=span.strides[3], KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            BLOCK=_block(64, max(key_dim, value_dim)), K=max(next_power_of_2(key_dim), TILE),
+            V=max(next_power_of_2(value_dim), TILE), **common,
+        )  # fmt: skip
+    rotated_out, plain_out = like.new_empty(tokens, heads, code_dim), like.new_empty(tokens, heads, value_dim)
+    attend.combine[(rows,)](
+        maxima, totals, rotated, plain, None if sink_logits is None else sink_logits.float().contiguous(), rotated_out,
+        plain_out, rows, parts, splits, HEADS=heads, CODE_DIM=code_dim, VALUE_DIM=value_dim,
+        C=next_power_of_2(code_dim), V=next_power_of_2(value_dim),
+    )  # fmt: skip
+    return rotated_out, plain_out
+
+
+def _splits(programs: int, pages: int, device: torch.device) -> int:
+    """How many parts a context is read in: as many as keep the GPU busy, of four pages or more."""
+    wanted = -(-WAVES * _multiprocessors(device) // programs)
+    return max(min(wanted, pages // 4), 1)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return MULTIPROCESSORS_OF_A_CPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _block(page_size: int, channels: int) -> int:
+    """Tokens that are read at a time: a power of two that divides a page, fewer if they have many channels."""
+    return min(page_size & -page_size, max(8192 // channels, TILE), 64)
+
+
+def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]) -> "Shape":
+    from kvfold.kernels.triton.codes import Shape
+
+    bits = form.bits
+    return Shape(
+        page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits),
+        planes=reduce(or_, bits, 0), even=bits[0] if len(set(bits)) == 1 else 0, token_lanes=form.lanes == "tokens",
+        levels=form.lut.shape[-1], groups=groups, centre_dim=centre_dim, plain_dim=form.plain_dim,
+        unit_levels=form.unit_levels, code=strides["code"], scale=strides.get("scale", 0),
+        offset=strides.get("offset", 0), centre=strides.get("centre", strides.get("channel_scale", 0)),
+        plain=strides.get("plain", 0),
+    )  # fmt: skip
+
+
+PARTS = ("code", "scale", "offset", "centre", "channel_scale", "plain")
+
+
+def _side(form: PageForm, parts: dict[str, Tensor], last: dict[str, int], strides: dict[str, int]) -> _Side:
+    """`last`: the last dimension of each part's shape."""
+    from kvfold.kernels.triton.fold import bits_table
+
+    device = parts["code"].device
+    groups = last.get("scale", last.get("offset", 1))
+    shape = _shape(form, groups, last.get("centre", last.get("channel_scale", 0)), strides)
+    found: dict[str, Tensor | None] = {name: parts.get(name) for name in PARTS}
+    if not form.plain_dim:
+        found["plain"] = None
+    found["lut"] = on(device, form.lut) if form.bits else None
+    found["bits"] = None if shape.even or not form.bits else bits_table(form.bits, device)
+    found["groups"] = None if groups == 1 else _groups_table(form.groups, device)
+    return _Side(found, shape)
+
+
+def _stored(store: PageStore | StoreView) -> _Side:
+    pages = store.storage
+    assert pages is not None
+    parts = {name: part for name, part in pages.tensors() if name in PARTS}
+    assert all(part.is_contiguous() for part in parts.values())
+    strides = {name: part.shape[3:].numel() for name, part in parts.items()}
+    return _side(store.form, parts, {name: part.shape[-1] for name, part in parts.items()}, strides)
+
+
+def _pooled(form: PageForm, layer: PagedLayer, parts: Sequence[Part]) -> _Side:
+    """One side of a pool: each part is the pool itself, from where the first page's part is."""
+    pages, page_bytes = layer.pool.pages, layer.pool.page_bytes
+    count = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
+    views = {}
+    for part in parts:
+        size = (count - part.offset) // part.dtype.itemsize * part.dtype.itemsize
+        views[part.name] = torch.as_strided(pages, (size,), (1,), pages.storage_offset() + part.offset).view(part.dtype)
+    strides = {part.name: page_bytes // part.dtype.itemsize for part in parts}
+    return _side(form, views, {part.name: part.shape[-1] for part in parts if part.shape}, strides)
+
+
+@cache
+def _groups_table(groups: tuple[int, ...], device: torch.device) -> Tensor:
+    """The scale group of each 16 channels: int32."""
+    of = [g for g, width in enumerate(groups) for _ in range(width // TILE)]
+    return torch.tensor(of, dtype=torch.int32, device=device)

@@ -1,0 +1,204 @@
+"""Triton's kernels against their truths: on a GPU, or in Triton's interpreter where there is none."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from test_paged import Engine, _tokens
+from torch import Tensor
+
+from kvfold.attention import attend
+from kvfold.cache.layer import LayerCache
+from kvfold.formats import Format, get_format
+from kvfold.quant import affine, packing, rotated
+from kvfold.quant.codebooks import sphere_levels
+from kvfold.quant.rotated import RotatedCode
+from kvfold.quant.scales import SCALE_RULES
+from kvfold.quant.transforms import orthogonal
+
+pytest.importorskip("triton")
+from kvfold.kernels.triton import fold
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KV_HEADS = 2
+
+NAMES = (
+    "kvfold-4", "kvfold-3", "kvfold-2@32", "turboquant-8", "turboquant-4@48", "turboquant-1", "turboquant-2.5",
+    "turboquant-4+qjl:centred-3+sign", "centred-5", "hadamard-6", "hadamard-7", "affine-4g32", "uniform-4",
+    "uniform-3r", "q8_0", "q4_0", "tq3", "tq4", "polar4", "polar4-u8", "tbq3", "tbq4", "tbqp3", "tbqp4", "amx3",
+    "float16", "float16:turboquant-3", "kvfold-7", "turboquant-3.5", "turboquant-3.5q", "turboquant-3+srht", "bold",
+)  # fmt: skip
+
+
+def _dim(name: str) -> int:
+    return 64 if name.startswith(("kvfold", "centred", "hadamard", "tbq", "q", "uniform", "affine")) else 128
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def _attend(
+    backend: str, name: str, held: int, chunks: Sequence[int], dtype: torch.dtype, repeat: int, **options
+) -> Tensor:
+    """What tokens get that come in chunks, after `held` others."""
+    tokens, dim = held + sum(chunks), options.pop("dim", _dim(name))
+    value_dim, batch = options.pop("value_dim", dim), options.pop("batch", 1)
+    padding, attention = options.pop("padding", None), options.pop("attention", {})
+    q = _random(batch, KV_HEADS * repeat, tokens, dim, seed=1).to(dtype)
+    key = (_random(batch, KV_HEADS, tokens, dim, seed=2) + 2 * _random(dim, seed=3)).to(dtype)
+    value = _random(batch, KV_HEADS, tokens, dim, seed=4).to(dtype)
+    value = (key if options.get("values_of_keys") else value)[..., :value_dim]
+    cache, done, outs = LayerCache(name, **options), held, []
+    if held:
+        cache.observe(None, cache.append(key[:, :, :held], value[:, :, :held], padding))
+    for n in chunks:
+        part = slice(done, done + n)
+        new = cache.append(key[:, :, part], value[:, :, part], padding)
+        outs.append(attend(q[:, :, part], new, scaling=dim**-0.5, backend=backend, **attention))
+        done += n
+    return torch.cat(outs, 2)
+
+
+def _check(
+    name: str, held: int, chunks: Sequence[int], dtype: torch.dtype = torch.float32, repeat: int = 3, **options
+) -> None:
+    fast = _attend("triton", name, held, chunks, dtype, repeat, **options)
+    true = _attend("reference", name, held, chunks, dtype, repeat, **options)
+    assert true.abs().amax() > 0.1
+    if dtype == torch.float32:
+        torch.testing.assert_close(fast, true, rtol=0, atol=2e-5)
+    else:
+        assert (fast.float() - true.float()).norm() < 4e-3 * true.float().norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format(name: str) -> None:
+    _check(name, 290, (1, 20))
+
+
+@pytest.mark.parametrize("name", ["kvfold-4", "turboquant-4", "centred-3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_models(name: str, dtype: torch.dtype) -> None:
+    _check(name, 300, (1, 20), dtype)
+
+
+@pytest.mark.parametrize(("dim", "repeat"), [(80, 1), (96, 2), (128, 8), (256, 4)])
+def test_head_dimensions_and_groups(dim: int, repeat: int) -> None:
+    _check("kvfold-4", 270, (1,), dim=dim, repeat=repeat)
+    _check("turboquant-4", 0, (1, 1), dim=dim, repeat=repeat)
+    _check("turboquant-4", 130, (5,), dim=dim, repeat=repeat)
+
+
+def test_a_prompt_of_more_rows_than_a_program_takes() -> None:
+    _check("turboquant-3", 0, (150, 1))
+
+
+def test_rows_of_different_lengths() -> None:
+    """Padded on the left, one of them wholly at first."""
+    for name in ("kvfold-4", "turboquant-3"):
+        _check(name, 0, (1,), batch=2, padding=[0, 100])
+        _check(name, 380, (1, 5), batch=2, padding=[0, 100])
+
+
+def test_options() -> None:
+    logits = _random(6, seed=9)
+    _check("turboquant-4", 150, (5,), attention={"softcap": 5.0, "sink_logits": logits})
+    mask = _random(2, 6, 20, 120, seed=8) < 1  # decides alone: the future may be seen
+    mask[0, 2, 7] = False  # who may see nothing
+    for some in (mask, mask[:, :1], mask[:1, :, :1]):
+        _check("centred-4", 100, (20,), batch=2, attention={"mask": some})
+
+
+def test_latent_keys_that_are_values() -> None:
+    """DeepSeek's shape in small."""
+    _check("turboquant-4", 200, (1, 5), dim=80, value_dim=64, values_of_keys=True)
+
+
+CAPPED = {"softcap": 5.0, "sink_logits": torch.arange(6.0).to(DEVICE) / 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "per_block", "options"),
+    [("kvfold-4", 1, {}), ("kvfold-3@32", 2, {}), ("turboquant-3+qjl", 1, CAPPED), ("affine-4g32", 3, {}),
+     ("float16", 2, {})],
+)  # fmt: skip
+def test_pages_of_a_pool(name: str, per_block: int, options: dict) -> None:
+    """A step of an engine with long, short and new sequences, their blocks anywhere, after steps of the reference."""
+    sizes = {"a": (900, 1), "b": (64, 5), "c": (63, 1), "d": (0, 1), "e": (0, 40), "f": (130, 20)}
+    tokens = {who: _tokens(sum(parts), seed) for seed, (who, parts) in enumerate(sizes.items())}
+    outs = []
+    for backend in ("triton", "reference"):
+        engine = Engine(name, per_block=per_block, blocks=64, slots=6, device=DEVICE, backend="reference", **options)
+        engine.step({who: tuple(x[:held] for x in tokens[who]) for who, (held, _) in sizes.items() if held})
+        engine.attention.backend = backend
+        outs.append(engine.step({who: tuple(x[held:] for x in tokens[who]) for who, (held, _) in sizes.items()}))
+    for who in sizes:
+        torch.testing.assert_close(outs[0][who], outs[1][who], rtol=0, atol=2e-5)
+
+
+def test_a_long_context_is_read_in_parts() -> None:
+    _check("turboquant-4", 1_500, (1, 5), repeat=1)
+    _check("kvfold-3", 1_500, (1,), torch.bfloat16, batch=2, padding=[0, 1_200])
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    one, other = (_attend("triton", "kvfold-4", 700, (1,), torch.bfloat16, 4) for _ in range(2))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lanes", ["tokens", "channels"])
+@pytest.mark.parametrize("bits", [(b,) * 4 for b in range(1, 9)] + [(6, 4, 3, 3), (3, 2, 2, 1), (8, 5, 7, 1)])
+def test_pack(bits: tuple[int, ...], lanes: packing.Lanes) -> None:
+    for page_size, dim in ((64, 64), (48, 60)):
+        most = torch.tensor(bits).repeat_interleave(packing.TILE)[:dim]
+        codes = (torch.rand(3, 2, page_size, dim, generator=torch.Generator().manual_seed(0)) * 2**most).to(torch.uint8)
+        assert torch.equal(fold.pack(codes.to(DEVICE), bits, lanes).cpu(), packing.pack(codes, bits, lanes))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize(("bits", "dim"), [(1, 64), (4, 128), (8, 80)])
+def test_fold_rotated(rule: str, bits: int, dim: int) -> None:
+    how = RotatedCode(orthogonal("haar", dim), sphere_levels_of(bits, dim), rule)
+    x = _random(2, 3, 70, dim)
+    x[0, 0, 5] = 0
+    packed, scale, _ = fold.fold_rotated(x, how, "tokens", 64, 20)
+    code = packing.unpack(packed.cpu(), 64, dim, [bits] * -(-dim // 16), "tokens").flatten(-3, -2)
+    true_code, true_scale, _ = rotated.encode(x.cpu(), how)
+    assert not code[..., :20, :].any()
+    assert not code[..., 90:, :].any()
+    assert (code[..., 20:90, :] != true_code).float().mean() < 1e-3  # only what lies on an edge
+    scale = scale.flatten(-2).cpu()
+    assert not scale[..., :20].any()
+    torch.testing.assert_close(scale[..., 20:90], true_scale, rtol=4e-3, atol=1e-6)
+
+
+def test_fold_rotated_about_a_centre() -> None:
+    how = RotatedCode(orthogonal("hadamard", 64), sphere_levels_of(3, 64), "least_squares", centred=True)
+    x = _random(2, 1, 128, 64) + 3
+    packed, scale, centre = fold.fold_rotated(x, how, "channels", 64, 0)
+    true_code, true_scale, true_centre = rotated.encode(x.cpu().unflatten(-2, (-1, 64)), how)
+    torch.testing.assert_close(centre.cpu(), true_centre, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(scale.cpu(), true_scale, rtol=1e-2, atol=1e-4)
+    code = packing.unpack(packed.cpu(), 64, 64, [3] * 4, "channels")
+    assert (code != true_code).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("bits", [(4, 4, 4, 4), (6, 4, 3, 3), (3, 2, 2, 1)])
+def test_closest_affine(bits: tuple[int, ...]) -> None:
+    fmt: Format = get_format("kvfold-4", 64)
+    lut = torch.zeros(4, 64)
+    for row, b in zip(lut, bits, strict=True):
+        row[: 2**b] = torch.linspace(-1.7, 1.7, 2**b)
+    y, centre = _random(3, fmt.page_size, 64), 0.1 * _random(3, 5, 64, seed=1)
+    scale = _random(3, 5, 64, seed=2).abs()
+    scale[0, 0, 0] = 0
+    code, chosen = fold.closest_affine(y, centre, scale, lut.to(DEVICE), bits)
+    true_code, true_chosen = affine.closest_affine(y.cpu(), centre.cpu(), scale.cpu(), lut, bits)
+    same = chosen.cpu() == true_chosen
+    assert same.float().mean() > 0.99
+    assert (code.cpu() != true_code).transpose(1, 2)[same].float().mean() < 1e-3
+
+
+def sphere_levels_of(bits: int, dim: int) -> Tensor:
+    return torch.tensor(sphere_levels(bits, dim), dtype=torch.float32).to(DEVICE)
