@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda", "cpu")
 """By torch's names ("cuda" is AMD's too); on a CPU they run in Triton's interpreter, to be tested."""
+NO_MASK: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
 WAVES = 4
 """Programs for each multiprocessor that a short list of rows is split into."""
 MULTIPROCESSORS_OF_A_CPU = 2
@@ -168,11 +169,11 @@ def attend_rows(
     if count:
         sides = _stored(rows.keys), _stored(rows.values)
         assert rows.keys.storage is not None
-    masked: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
+    masked = NO_MASK
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         by = [0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3)]
-        masked = dict(zip(masked, (mask.view(torch.uint8), *by, mask.shape[-1]), strict=True))
+        masked = dict(zip(NO_MASK, (mask.view(torch.uint8), *by, mask.shape[-1]), strict=True))
     width = 0 if rows.keys.storage is None else rows.keys.storage.code.shape[2]
     rotated, plain = _attend(
         queries, sides, (None, width), given, kv_heads=kv_heads, value_dim=rows.value_dim,
@@ -238,7 +239,7 @@ def attend_pages(
     rotated, plain = _attend(
         queries, sides, (units, units.shape[1]), given, kv_heads=kv_heads, value_dim=values.head_dim,
         code_dim=values.form.code_dim, softcap=softcap, sink_logits=sink_logits, position=0,
-        mask={"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0},
+        mask=NO_MASK,
         exact=query.dtype == torch.float32,
     )  # fmt: skip
     by_head = rotated.view(1, len(tokens), kv_heads, -1, rotated.shape[-1]).permute(0, 2, 3, 1, 4)
