@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvfold.formats.base import Format
@@ -12,6 +13,7 @@ from kvfold.kernels import ops
 from kvfold.quant import rotated
 from kvfold.quant.codebooks import on_grid, sphere_levels
 from kvfold.quant.rotated import RotatedCode
+from kvfold.quant.tables import on
 from kvfold.quant.transforms import Hadamard, Transform, orthogonal
 
 
@@ -40,18 +42,17 @@ class Rotated(Format):
         transform = orthogonal(self.rotation, self.head_dim, self.seed)
         return PageForm(self.head_dim, self.page_size, bits, lut, transform, self.lanes)
 
-    @cached_property
-    def _code(self) -> RotatedCode:
+    def _code(self, device: torch.device) -> RotatedCode:
         transform = self.form.transform
         assert isinstance(transform, Transform)
-        return RotatedCode(transform, self.form.lut[0], self.rule, self.centred)
+        return RotatedCode(transform, on(device, self.form.lut)[0], self.rule, self.centred)
 
     def encode(self, x: Tensor) -> TokenCodes:
-        code, scale, centre = rotated.encode(x, self._code)
+        code, scale, centre = rotated.encode(x, self._code(x.device))
         return TokenCodes(code=code, scale=scale.unsqueeze(-1), centre=centre)
 
     def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
-        how = self._code
+        how = self._code(x.device)
         signs, mix = (how.transform.signs, how.transform.mix) if isinstance(how.transform, Hadamard) else (None, None)
         code, scale, centre = ops.fold_rotated(
             x, how.transform.matrix, signs, mix, how.levels, how.rule, how.centred, self.lanes, self.page_size, slot
