@@ -1,5 +1,6 @@
 """vLLM's platform for CPUs, with attention over folded pages where the config asks for it."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -17,6 +18,9 @@ STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 FOLDED_WORKER = "kvfold.integrations.vllm.worker.FoldedWorker"
 DENSE_KERNEL_BLOCK = 32
 """Blocks of layers with a sliding window, which stay dense, are multiples of this."""
+PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"
+"""How many matrix products oneDNN keeps compiled in a worker. Each length of a prompt is another five, of some 100 kB
+each, and oneDNN's own bound of 1,024 takes hundreds of requests to reach: to a server that looks like a leak."""
 
 
 class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
@@ -38,6 +42,7 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
         if vllm_config.model_config is None:
             return
         counters.make_folder()
+        os.environ.setdefault(*PRIMITIVES)  # processes that start from here inherit it
         _refuse_what_would_be_wrong(vllm_config)
         _set_blocks(vllm_config, options)
         vllm_config.parallel_config.worker_cls = FOLDED_WORKER
