@@ -1,12 +1,15 @@
-"""What Triton's compilers make of the GPU kernels, with no GPU: that they compile, with how many registers and spills.
+"""What Triton's compilers make of the GPU kernels, with no GPU: registers, what spills, how many instructions.
 
 Attention over a small cache, and folding, are called as usual; each launch is compiled for the target and not run.
+"a number" are the instructions that a thread spends on each number of a page, of which an H200 has some 28·10¹² a
+second; a dense kernel that is bound by memory reads 2.2·10¹² bfloat16 numbers in that time.
 
     python benchmarks/compile_kernels.py [--targets cuda:90,cuda:80,hip:gfx942] [--formats kvfold-4] [--json FILE]
 """
 
 import argparse
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -22,8 +25,14 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvfold.attention import attend
+from kvfold.attention.triton import attend_pages
 from kvfold.cache.layer import LayerCache
+from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, plan, why_not_paged
+from kvfold.formats import KeyStatistics, get_formats
+from kvfold.formats.channelwise import SCALES, spread_bits
+from kvfold.formats.page import level_table
 from kvfold.kernels.triton import fold
+from kvfold.quant.codebooks import flat_levels
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.transforms import orthogonal
 
@@ -70,26 +79,65 @@ def source(kernel: JITFunction, arguments: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, constants, known)
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, and bytes of stack (spills), of a kernel for NVIDIA."""
+def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
+    """Registers of a thread, and what of them is kept in memory instead: bytes for NVIDIA, registers for AMD."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        counts = {name: int(re.search(rf"\.{name}: +(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
+        return {"registers": counts["vgpr_count"], "spilled": counts["vgpr_spill_count"]}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = next(line for line in told.splitlines() if "REG:" in line)
     pairs = dict(part.split(":", 1) for part in usage.split() if ":" in part)
-    return {"registers": int(pairs["REG"]), "stack bytes": int(pairs["STACK"])}
+    return {"registers": int(pairs["REG"]), "spilled": int(pairs["STACK"])}
 
 
-def work(name: str, dim: int, repeat: int, tokens: int) -> Callable[[], object]:
+def instructions(compiled: triton.compiler.CompiledKernel, numbers: int) -> float:
+    """Of a thread of NVIDIA's in the longest loop, for each of the `numbers` that the program reads in one turn."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
+    longest = 0
+    for at, what in lines:
+        jump = re.search(r"BRA.* 0x([0-9a-f]+)", what)
+        if jump and int(jump[1], 16) < at:
+            longest = max(longest, sum(int(jump[1], 16) <= other <= at for other, _ in lines))
+    return longest * 32 * compiled.metadata.num_warps / numbers
+
+
+def over_rows(
+    name: str, dim: int, repeat: int, tokens: int, dtype: torch.dtype = torch.bfloat16, value_dim: int | None = None,
+    masked: bool = False,
+) -> Callable[[], object]:  # fmt: skip
     """Attention of `tokens` new ones over a cache of `name`."""
-    x = torch.randn(1, 1, 1_024 + tokens, dim).bfloat16()
-    cache = LayerCache(name)
-    cache.observe(None, cache.append(x[:, :, :1_024], x[:, :, :1_024]))
-    new = cache.append(x[:, :, 1_024:], x[:, :, 1_024:])
-    query = torch.randn(1, repeat, tokens, dim).bfloat16()
-    return lambda: attend(query, new, scaling=dim**-0.5, backend="triton")
+    x = torch.randn(1, 1, 1_024 + tokens, dim).to(dtype)
+    value = x[..., :value_dim]
+    cache = LayerCache(name, values_of_keys=value_dim is not None)
+    cache.observe(None, cache.append(x[:, :, :1_024], value[:, :, :1_024]))
+    new = cache.append(x[:, :, 1_024:], value[:, :, 1_024:])
+    query = torch.randn(1, repeat, tokens, dim).to(dtype)
+    mask = torch.ones(1, 1, tokens, 1_024 + tokens, dtype=torch.bool) if masked else None
+    return lambda: attend(query, new, scaling=dim**-0.5, mask=mask, backend="triton")
+
+
+def over_pool(name: str, dim: int, repeat: int) -> Callable[[], object]:
+    """Attention of one token over an engine's pool."""
+    pair = get_formats(name, dim, dim)
+    layout = PageLayout(pair)
+    if pair.awaits_fit:
+        pair = pair.with_formats(pair.keys.fitted(KeyStatistics(*torch.rand(2, 1, dim))), pair.values)
+    size, slots = layout.page_size, Slots(1)
+    pool = PagePool(torch.zeros(9, 1, size, layout.slot_bytes(2) // 2, dtype=torch.bfloat16), layout)
+    layer, table = PagedLayer(pair, pool, 1, torch.bfloat16), torch.arange(9)[None].numpy()
+    plan([0, 8 * size + 1], [8 * size + 1], table, slots, 1, size)
+    step = plan([0, 1], [8 * size + 2], table, slots, 1, size)
+    query, key = torch.randn(1, repeat, dim).bfloat16(), torch.randn(1, 1, dim).bfloat16()
+    return lambda: attend_pages(query, key, key, layer, step, scaling=dim**-0.5)
 
 
 def main() -> None:
@@ -100,15 +148,28 @@ def main() -> None:
     args = parser.parse_args()
     jobs: list[tuple[str, list[Launch]]] = []
     for name in args.formats.split(","):
-        for dim, repeat, tokens in ((128, 4, 1), (128, 4, 64), (64, 3, 1)):
+        for dim, repeat, tokens in ((128, 4, 1), (128, 4, 64), (64, 3, 1), (256, 4, 1)):
+            try:
+                get_formats(name, dim, dim)
+            except ValueError:
+                continue  # not for this head_dim
             what = f"{name}, D{dim}, {repeat} heads × {tokens}"
-            jobs.append((what, launches(work(name, dim, repeat, tokens))))
+            jobs.append((what, launches(over_rows(name, dim, repeat, tokens))))
+        if why_not_paged(get_formats(name, 128, 128)) is None:
+            jobs.append((f"{name}, D128, a pool", launches(over_pool(name, 128, 4))))
+    name = args.formats.partition(",")[0]
+    jobs.append((f"{name}, D128, float32", launches(over_rows(name, 128, 4, 1, torch.float32))))
+    jobs.append((f"{name}, D128, a mask", launches(over_rows(name, 128, 4, 64, masked=True))))
+    jobs.append(("turboquant-4, 576/512", launches(over_rows("turboquant-4", 576, 16, 1, value_dim=512))))
     how = RotatedCode(orthogonal("hadamard", 128), torch.linspace(-0.3, 0.3, 16), "least_squares")
     x = torch.randn(1, 1, 64, 128)
     jobs.append(("4 bits, D128", launches(lambda: fold.fold_rotated(x, how, "tokens", 64, 0))))
-    scales = torch.rand(1, 16, 128)
-    affine = launches(lambda: fold.closest_affine(x[0], scales, scales, torch.zeros(8, 64), [6, 6, 4, 4, 3, 3, 3, 3]))
-    jobs.append(("kvfold-4's keys, D128", affine))
+    codes = torch.zeros(1, 64, 128, dtype=torch.uint8)
+    jobs.append(("4 bits, D128", launches(lambda: fold.pack(codes, [4] * 8, "tokens"))))
+    bits = spread_bits(4, 8)
+    lut = level_table({b: flat_levels(b) for b in set(bits)}, bits)
+    channelwise = launches(lambda: fold.fold_channelwise(x, None, lut, bits, SCALES, "tokens", 64))
+    jobs.append(("kvfold-4's keys, D128", channelwise))
     rows: list[dict[str, Any]] = []
     for target in args.targets.split(","):
         backend, _, arch = target.partition(":")
@@ -117,14 +178,18 @@ def main() -> None:
             for kernel, arguments, options in found:
                 compiled = triton.compile(source(kernel, arguments), target=gpu, options=options)
                 row = {"target": target, "kernel": kernel.__name__, "for": what, "warps": compiled.metadata.num_warps,
-                       "shared bytes": compiled.metadata.shared}  # fmt: skip
-                rows.append(row | (resources(compiled.asm["cubin"]) if backend == "cuda" else {}))
+                       "shared bytes": compiled.metadata.shared} | resources(compiled)  # fmt: skip
+                if backend == "cuda" and kernel.__name__ == "attend_pages":
+                    read = sum(arguments[side].code_dim for side in ("KEYS", "VALUES")) * arguments["BLOCK"]
+                    row["a number"] = round(instructions(compiled, read), 1)
+                if row not in rows:
+                    rows.append(row)
     table = Table(title="kernels as compiled")
-    for column in ("target", "kernel", "for", "warps", "shared bytes", "registers", "stack bytes"):
+    for column in rows[0]:
         table.add_column(column, justify="left" if column in ("target", "kernel", "for") else "right")
     for row in rows:
-        table.add_row(*(str(row.get(column.header, "–")) for column in table.columns))
-    Console().print(table)
+        table.add_row(*(str(row.get(column, "")) for column in rows[0]))
+    Console(width=110).print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

@@ -1,4 +1,4 @@
-"""The kernel that finds a channel's best centre and scale, against its truth."""
+"""The kernel that folds pages with a centre and scale for each channel, against its truth."""
 
 import pytest
 import torch
@@ -7,64 +7,93 @@ from torch import Tensor
 from kvfold.formats.page import level_table
 from kvfold.kernels import ops
 from kvfold.kernels.cpu import module
-from kvfold.quant.affine import closest_affine
+from kvfold.quant.affine import candidates, closest_affine, encode
 from kvfold.quant.codebooks import flat_levels
+from kvfold.quant.packing import Lanes, unpack
+from kvfold.quant.transforms import ChannelOrder
+
+STEPS = 8
 
 
-def _job(channels: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
-    generator = torch.Generator().manual_seed(seed)
+def _tables(channels: int) -> tuple[Tensor, list[int]]:
     bits = [(6, 4, 3, 2, 1, 8)[group % 6] for group in range(-(-channels // 16))]
-    lut = level_table({b: flat_levels(b) for b in set(bits)}, tuple(bits))
-    y = torch.randn(5, tokens, channels, generator=generator)
-    centre = 0.3 * torch.randn(5, 7, channels, generator=generator)
-    scale = torch.rand(5, 7, channels, generator=generator) + 0.3
-    scale[0, 2, 3] = 0
-    y[1] *= 1e-6  # scales as small as float16 goes
-    centre[1] *= 1e-6
-    scale[1] = (scale[1] * 1e-6).half().float()
-    return y, centre, scale, lut, bits
+    return level_table({b: flat_levels(b) for b in set(bits)}, tuple(bits)), bits
 
 
-def _loss(job: tuple[Tensor, Tensor, Tensor, Tensor, list[int]], code: Tensor, chosen: Tensor) -> Tensor:
-    y, centre, scale, lut, _ = job
-    index = chosen.long().unsqueeze(1)
-    levels = lut[torch.arange(y.shape[-1]) // 16, code.long()]
-    error = y - centre.take_along_dim(index, 1) - scale.take_along_dim(index, 1) * levels
-    return error.double().square().square().sum(1)
+def _vectors(channels: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Two rows of three heads."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, tokens, channels, generator=generator) + torch.randn(channels, generator=generator)
+    x[0, 1] *= 1e-6  # scales as small as float16 goes
+    x[1, 2, :, 5] = 0.25  # a scale of 0
+    x[1, 0, 3, 2] = 40  # an outlier
+    return x.to(dtype)
+
+
+def _loss(pages: Tensor, code: Tensor, centre: Tensor, scale: Tensor, lut: Tensor) -> Tensor:
+    levels = lut[torch.arange(pages.shape[-1]) // 16, code.long()]
+    error = pages - centre.float().unsqueeze(-2) - scale.float().unsqueeze(-2) * levels
+    return error.double().square().square().sum(-2)
 
 
 @pytest.mark.parametrize("isa", module.instruction_sets())
-@pytest.mark.parametrize(("channels", "tokens"), [(64, 64), (128, 16), (40, 32), (8, 1), (96, 128)])
-def test_same_choice_as_the_truth(channels: int, tokens: int, isa: str) -> None:
-    job = _job(channels, tokens)
-    y, centre, scale, lut, bits = job
-    code, chosen = torch.empty(y.shape, dtype=torch.uint8), torch.empty(5, channels, dtype=torch.uint8)
-    module.closest_affine(isa, y, centre, scale, lut, bytes(bits), code, chosen, 2)
-    expected = closest_affine(*job)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("channels", "page_size", "lanes"),
+    [(64, 64, "tokens"), (128, 16, "channels"), (40, 32, "tokens"), (96, 128, "tokens")],
+)
+def test_same_pages_as_the_truth(
+    channels: int, page_size: int, lanes: Lanes, dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "INSTRUCTION_SET", isa)
+    lut, bits = _tables(channels)
+    x = _vectors(channels, 3 * page_size, dtype)
+    order = torch.rand(2, 3, channels, generator=torch.Generator().manual_seed(1)).argsort(-1).to(torch.int16)
+    packed, centre, scale = ops.fold_channelwise(x, order, lut, bits, STEPS, lanes, page_size)
+    pages = ChannelOrder(order).apply(x.float().unflatten(-2, (-1, page_size)))
+    true_code, true_centre, true_scale = encode(pages, lut, bits, STEPS)
+    code = unpack(packed, page_size, channels, bits, lanes)
     # Rounding may decide between candidates that are alike, and codes on an edge.
-    assert (chosen == expected[1]).float().mean() > 0.99
-    assert (code == expected[0]).float().mean() > 0.99
-    torch.testing.assert_close(_loss(job, code, chosen), _loss(job, *expected), atol=0, rtol=1e-4)
+    assert ((centre == true_centre) & (scale == true_scale)).float().mean() > 0.98
+    assert (code == true_code).float().mean() > 0.99
+    torch.testing.assert_close(
+        _loss(pages, code, centre, scale, lut), _loss(pages, true_code, true_centre, true_scale, lut), atol=0, rtol=2e-3
+    )
 
 
 def test_the_best_candidate_is_taken() -> None:
-    job = _job(64, 64)
-    y, centre, scale, lut, bits = job
-    code, chosen = ops.closest_affine(y, centre, scale, lut, bits)
-    best = _loss(job, code, chosen)
-    for k in range(centre.shape[1]):
-        one = (y, centre[:, k : k + 1], scale[:, k : k + 1], lut, bits)
-        alone = _loss(one, *ops.closest_affine(*one))
-        assert (best <= alone * (1 + 1e-5) + 1e-9).all()
+    lut, bits = _tables(64)
+    pages = _vectors(64, 64).flatten(0, 1)
+    best = _loss(pages, *encode(pages, lut, bits, STEPS), lut)
+    for centre, scale in zip(*(each.unbind(1) for each in candidates(pages, lut, bits, STEPS)), strict=True):
+        code, _ = closest_affine(pages, centre.float().unsqueeze(1), scale.float().unsqueeze(1), lut, bits)
+        assert (best <= _loss(pages, code, centre, scale, lut) * (1 + 1e-5) + 1e-9).all()
 
 
 def test_an_operator_for_torch() -> None:
-    torch.library.opcheck(torch.ops.kvfold.closest_affine.default, _job(64, 16))
+    lut, bits = _tables(64)
+    order = torch.arange(63, -1, -1, dtype=torch.int16).expand(3, 64).contiguous()
+    torch.library.opcheck(
+        torch.ops.kvfold.fold_channelwise.default, (_vectors(64, 32), order, lut, bits, STEPS, "tokens", 16)
+    )
+
+
+def test_vectors_that_lie_apart_in_memory() -> None:
+    lut, bits = _tables(64)
+    x = _vectors(64, 32)
+    apart = x.transpose(1, 2).contiguous().transpose(1, 2)
+    for other in (apart, x.double()):
+        for one, two in zip(
+            *(ops.fold_channelwise(v, None, lut, bits, STEPS, "tokens", 16) for v in (x, other)), strict=True
+        ):
+            assert torch.equal(one, two)
 
 
 def test_wrong_shapes_are_refused() -> None:
-    y, centre, scale, lut, bits = _job(64, 16)
-    with pytest.raises(ValueError, match="centre and scale must have the shape"):
-        ops.closest_affine(y, centre[:, :, :48], scale, lut, bits)
+    lut, bits = _tables(64)
     with pytest.raises(ValueError, match="bits and lut must have one entry"):
-        ops.closest_affine(y, centre, scale, lut, bits[:-1])
+        ops.fold_channelwise(_vectors(64, 16), None, lut, bits[:-1], STEPS, "tokens", 16)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        ops.fold_channelwise(_vectors(64, 24), None, lut, bits, STEPS, "tokens", 24)
+    with pytest.raises(ValueError, match=r"order is torch.int16 of \(4, 64\): give int16 of \(2, 3, 64\)"):
+        ops.fold_channelwise(_vectors(64, 16), torch.zeros(4, 64, dtype=torch.int16), lut, bits, STEPS, "tokens", 16)

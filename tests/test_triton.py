@@ -1,16 +1,24 @@
 """Triton's kernels against their truths: on a GPU, or in Triton's interpreter where there is none."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from test_paged import Engine, _tokens
 from torch import Tensor
 
-from kvfold.attention import attend
+from kvfold.attention import attend, triton
+from kvfold.cache import layer, rows
 from kvfold.cache.layer import LayerCache
-from kvfold.formats import Format, get_format
-from kvfold.quant import affine, packing, rotated
+from kvfold.formats import get_format
+from kvfold.formats.channelwise import SCALES
+from kvfold.kernels import ops
+from kvfold.quant import packing, rotated
 from kvfold.quant.codebooks import sphere_levels
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
@@ -111,8 +119,43 @@ def test_options() -> None:
 
 
 def test_latent_keys_that_are_values() -> None:
-    """DeepSeek's shape in small."""
+    """DeepSeek's shape, and in small."""
     _check("turboquant-4", 200, (1, 5), dim=80, value_dim=64, values_of_keys=True)
+    _check("turboquant-4", 70, (1,), dim=576, value_dim=512, values_of_keys=True, repeat=8)
+
+
+def test_long_prompts_are_read_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "QUERIES", 25)
+    _check("kvfold-4", 280, (60, 1))
+    mask = _random(1, 6, 40, 120, seed=8) < 1
+    for some in (mask, mask[:, :, :1]):
+        _check("centred-4", 80, (40,), attention={"mask": some})
+    test_pages_of_a_pool("kvfold-4", 2, {})
+
+
+def _append_one_by_one(cache: LayerCache, x: Tensor) -> None:
+    for token in x.split(1, 2):
+        cache.append(token, token)
+
+
+def test_steps_on_a_gpu_do_not_wait_to_see_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows in what attention gives, and raises an error with its page."""
+    for module in (rows, layer):
+        monkeypatch.setattr(module, "LOOKED_AT_ONCE", set())
+    for name in ("kvfold-4", "turboquant-4"):
+        cache, x = LayerCache(name, index=7), _random(1, 2, 300, 64)
+        cache.observe(None, cache.append(x, x))
+        bad = x[:, :, :1].clone()
+        bad[0, 1, 0, 3] = torch.nan
+        out = attend(bad, cache.append(bad, bad), scaling=0.1, backend="triton")
+        assert out[0, 1].isnan().all()
+        assert out[0, 0].isfinite().all()
+        before = cache.columns
+        with pytest.raises(ValueError, match=r"layer 7: the (scale|centre) of a page is NaN"):
+            _append_one_by_one(cache, x)
+        assert cache.columns - before <= 64 + cache.groups[0].rows.window.recent
+        with pytest.raises(ValueError, match="is nan"):  # several tokens at a time are looked at
+            LayerCache(name).append(torch.cat((x, bad), 2), torch.cat((x, x[:, :, :1]), 2))
 
 
 CAPPED = {"softcap": 5.0, "sink_logits": torch.arange(6.0).to(DEVICE) / 6}
@@ -145,6 +188,20 @@ def test_a_long_context_is_read_in_parts() -> None:
 def test_same_inputs_give_the_same_bits() -> None:
     one, other = (_attend("triton", "kvfold-4", 700, (1,), torch.bfloat16, 4) for _ in range(2))
     assert torch.equal(one, other)
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    """The interpreter takes more than the compilers do."""
+    script = Path(__file__).parents[1] / "benchmarks" / "compile_kernels.py"
+    command = [sys.executable, str(script), "--formats", "kvfold-4", "--json", str(tmp_path / "rows.json")]
+    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, check=True, capture_output=True)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["target"] for row in rows} == {"cuda:90", "hip:gfx942"}
+    assert {row["kernel"] for row in rows} == {
+        "attend_pages", "attend_dense", "combine", "_fold_rotated", "_fold_channelwise", "_pack",
+    }  # fmt: skip
+    ours = [row for row in rows if row["kernel"] == "attend_pages" and row["for"].startswith("kvfold-4, D128, 4 heads")]
+    assert all(not row["spilled"] and row["shared bytes"] <= 2**15 for row in ours)
 
 
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])
@@ -184,20 +241,27 @@ def test_fold_rotated_about_a_centre() -> None:
     assert (code != true_code).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("bits", [(4, 4, 4, 4), (6, 4, 3, 3), (3, 2, 2, 1)])
-def test_closest_affine(bits: tuple[int, ...]) -> None:
-    fmt: Format = get_format("kvfold-4", 64)
-    lut = torch.zeros(4, 64)
-    for row, b in zip(lut, bits, strict=True):
-        row[: 2**b] = torch.linspace(-1.7, 1.7, 2**b)
-    y, centre = _random(3, fmt.page_size, 64), 0.1 * _random(3, 5, 64, seed=1)
-    scale = _random(3, 5, 64, seed=2).abs()
-    scale[0, 0, 0] = 0
-    code, chosen = fold.closest_affine(y, centre, scale, lut.to(DEVICE), bits)
-    true_code, true_chosen = affine.closest_affine(y.cpu(), centre.cpu(), scale.cpu(), lut, bits)
-    same = chosen.cpu() == true_chosen
-    assert same.float().mean() > 0.99
-    assert (code.cpu() != true_code).transpose(1, 2)[same].float().mean() < 1e-3
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype", "ordered"),
+    [("kvfold-4", 64, torch.bfloat16, True), ("kvfold-2@32", 64, torch.float32, False),
+     ("kvfold-3@48", 72, torch.float32, True), ("kvfold-6", 128, torch.float16, True)],
+)  # fmt: skip
+def test_fold_channelwise(name: str, dim: int, dtype: torch.dtype, ordered: bool) -> None:
+    """The same pages as on a CPU, where rounding does not decide between candidates that are alike."""
+    fmt = get_format(name, dim)
+    form, size = fmt.form, fmt.page_size
+    x = (_random(2, 2, size, dim) + _random(dim, seed=1)).to(dtype)
+    x[0, 0, :, 3] = 0.5  # a scale of 0
+    order = _random(2, 2, dim, seed=2).argsort(-1).to(torch.int16) if ordered else None
+    given = form.lut, list(form.bits), SCALES, "tokens", size
+    here = fold.fold_channelwise(x, order, *given)
+    there = ops.fold_channelwise(x.cpu(), None if order is None else order.cpu(), *given)
+    code, true_code = (packing.unpack(each[0].cpu(), size, dim, form.bits, "tokens") for each in (here, there))
+    same = torch.ones((*true_code.shape[:-2], dim), dtype=torch.bool)
+    for mine, true in zip(here[1:], there[1:], strict=True):
+        same &= mine.cpu() == true
+    assert same.float().mean() > 0.98
+    assert (code != true_code).transpose(-1, -2)[same].float().mean() < 1e-3
 
 
 def sphere_levels_of(bits: int, dim: int) -> Tensor:

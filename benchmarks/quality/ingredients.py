@@ -33,8 +33,8 @@ from kvfold.formats import FIT_TOKENS, KeyStatistics, Window
 from kvfold.formats.channelwise import QUARTERS
 from kvfold.formats.page import level_table
 from kvfold.integrations.text import text_sha256
-from kvfold.kernels import ops
 from kvfold.quant import scales
+from kvfold.quant.affine import closest_affine
 from kvfold.quant.codebooks import flat_levels, gaussian_levels
 from kvfold.quant.nearest import nearest_level
 from kvfold.quant.transforms import orthogonal
@@ -101,7 +101,7 @@ def per_channel(
     reach = torch.maximum(torch.maximum(high - z, z - low) / tops, deviation)
     s = torch.stack([deviation.lerp(reach, step / max(tried - 1, 1)) for step in range(tried)], 2).flatten(1, 2)
     s, z = s.half().float(), z.repeat_interleave(tried, 1)
-    code, chosen = ops.closest_affine(y, z, s, lut, list(bits))
+    code, chosen = closest_affine(y, z, s, lut, bits)
     index = chosen.long().unsqueeze(1)
     level = lut[torch.arange(y.shape[-1]) // 16, code.long()]
     y = z.take_along_dim(index, 1) + s.take_along_dim(index, 1) * level

@@ -57,15 +57,12 @@ def attend_rows(
         One of `INSTRUCTION_SETS`.
     """
     batch, heads, n, key_dim = query.shape
-    kv_heads, value_dim, length = rows.kv_heads, rows.value_dim, rows.length
+    kv_heads, value_dim = rows.kv_heads, rows.value_dim
     _check(query, rows, mask, sink_logits)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    # For each query: where it stops to read folded, where all that it may read ends, and the lesser of both.
-    dense_start = dense.start if dense is not None else length
-    until = [rows.folded_until(t, dense_start) for t in range(length - n, length)]
-    after = [*range(length - n + 1, length + 1)] if mask is None else [length] * n  # a mask decides alone
+    until, after = rows.reach(n, dense, causal=mask is None)
     views = array("q", (*until, *after, *map(min, until, after)))
-    folded_until = views.buffer_info()[0]
+    folded_until = views.buffer_info()[0]  # then where all ends, and the lesser of both
     stop, folded_stop = folded_until + n * views.itemsize, folded_until + 2 * n * views.itemsize
 
     task = module.Attention(

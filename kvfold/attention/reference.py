@@ -40,7 +40,7 @@ def attend_rows(
     batch, heads, n, _ = query.shape
     kv_heads = rows.kv_heads
     repeat = heads // kv_heads
-    dense_start = dense.start if dense is not None else rows.length
+    until, _ = rows.reach(n, dense, causal=mask is None)
     logits = _to_groups(sink_logits.to(dtype).view(1, heads, 1, 1), kv_heads) if sink_logits is not None else None
 
     # (batch, kv_heads, repeat, n, dim): one unpacked key serves the `repeat` query heads of its group.
@@ -54,7 +54,7 @@ def attend_rows(
         positions = range(rows.length - n + block.start, rows.length - n + block.stop)
         reader = _Reader(
             position=torch.tensor(positions, device=query.device),
-            folded_until=torch.tensor([rows.folded_until(t, dense_start) for t in positions], device=query.device),
+            folded_until=torch.tensor(until[block], device=query.device),
             mask=None if mask is None else _to_groups(mask[:, :, block], kv_heads),
             softcap=softcap,
             state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.values.form.code_dim, rows.value_dim, q),

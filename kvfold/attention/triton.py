@@ -1,9 +1,10 @@
 """Attention over folded rows and pools on GPUs, in Triton (kvfold/kernels/triton/attend.py)."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
 from importlib.util import find_spec
+from itertools import groupby
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,11 @@ from kvfold.quant.tables import on
 if TYPE_CHECKING:
     from kvfold.kernels.triton.codes import Shape
 
-DEVICES = ("cuda", "cpu")
-"""By torch's names ("cuda" is AMD's too); on a CPU they run in Triton's interpreter, to be tested."""
+DEVICES = ("cuda", "xpu", "cpu")
+"""By torch's names: "cuda" is NVIDIA's and AMD's, "xpu" Intel's. On a CPU they run in Triton's interpreter, to be
+tested."""
+QUERIES = 2_048
+"""Most new tokens of all sequences that are attended at a time: their float32 states take memory."""
 NO_MASK: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
 WAVES = 4
 """Programs for each multiprocessor that a short list of rows is split into."""
@@ -129,17 +133,36 @@ def attend_rows(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`kvfold.attention.reference.attend_rows` in float32, by kernels.
+    """`kvfold.attention.reference.attend_rows` by kernels, in the query's dtype.
 
     Queries, probabilities and what they are multiplied with are float16 numbers to the tensor cores, unless `query`
     is float32. A query with a NaN or an infinity gets NaN: to see it would mean to wait for the GPU.
     """
+    batch, heads, n, _ = query.shape
+    until, stop = rows.reach(n, dense, causal=mask is None)
+    out = query.new_empty(batch, heads, n, rows.value_dim)
+    step = max(QUERIES // batch, 1)
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        if mask is not None and mask.shape[2] > 1:
+            own_mask: Tensor | None = mask[:, :, part]
+        else:
+            own_mask = mask
+        out[:, :, part] = _attend_some(
+            query[:, :, part], rows, dense, until[part], stop[part], scaling=scaling, mask=own_mask, softcap=softcap,
+            sink_logits=sink_logits,
+        )  # fmt: skip
+    return out
+
+
+def _attend_some(
+    query: Tensor, rows: FoldedRows, dense: DenseSpan | None, until: list[int], after: list[int], *,
+    scaling: float, mask: Tensor | None, softcap: float | None, sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of queries that read up to `until` folded, and up to `after` at all."""
     batch, _, n, _ = query.shape
-    kv_heads, device, length = rows.kv_heads, query.device, rows.length
+    kv_heads, device, exact = rows.kv_heads, query.device, query.dtype == torch.float32
     q = query.float().unflatten(1, (kv_heads, -1)) * scaling
-    dense_start = dense.start if dense is not None else length
-    until = [rows.folded_until(t, dense_start) for t in range(length - n, length)]
-    after = [*range(length - n + 1, length + 1)] if mask is None else [length] * n  # a mask decides alone
     sinks, count = rows.window.sinks, rows.keys.count
     stop = [max(min(pair) - sinks, 0) for pair in zip(until, after, strict=True)]
     spans = [span for span in (rows.sink_span(), dense) if span is not None and span.start < span.stop]
@@ -167,7 +190,7 @@ def attend_rows(
     )  # fmt: skip
     sides = None
     if count:
-        sides = _stored(rows.keys), _stored(rows.values)
+        sides = _stored(rows.keys, exact), _stored(rows.values, exact)
         assert rows.keys.storage is not None
     masked = NO_MASK
     if mask is not None:
@@ -178,7 +201,7 @@ def attend_rows(
     rotated, plain = _attend(
         queries, sides, (None, width), given, kv_heads=kv_heads, value_dim=rows.value_dim,
         code_dim=rows.values.form.code_dim, softcap=softcap, sink_logits=sink_logits, mask=masked, position=sinks,
-        exact=query.dtype == torch.float32,
+        exact=exact,
     )  # fmt: skip
     rotated, plain = (x.view(batch, n, kv_heads, -1, x.shape[-1]).permute(0, 2, 3, 1, 4) for x in (rotated, plain))
     return (rows.values.form.transform.invert(rotated) + plain).flatten(1, 2)
@@ -198,53 +221,84 @@ def attend_pages(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """`kvfold.attention.reference.attend_pages` in float32, by kernels; precision as in `attend_rows`."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    units = _units(layer, step).to(query.device)
+    out = query.new_empty(*query.shape[:2], layer.formats.values.head_dim, dtype=torch.float32)
+    for first in range(0, step.tokens, QUERIES):
+        part = range(first, min(first + QUERIES, step.tokens))
+        _attend_some_of_pool(
+            out, query, key, value, layer, step, part, units, scaling=scaling, softcap=softcap, sink_logits=sink_logits
+        )
+    return out
+
+
+def _units(layer: PagedLayer, step: Step) -> Tensor:
+    """The first head's place of each page of a step's sequences, in pages of one head: int32, (sequences, pages)."""
+    page_bytes = layer.pool.page_bytes
+    if layer.pool.block_bytes % page_bytes:
+        raise ValueError(f"blocks lie {layer.pool.block_bytes} bytes apart: GPU kernels want multiples of {page_bytes}")
+    return torch.from_numpy(layer.pool.page_at(step.block_table) // page_bytes).int()
+
+
+def _attend_some_of_pool(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: PagedLayer, step: Step, part: range, units: Tensor,
+    *,
+    scaling: float, softcap: float | None, sink_logits: Tensor | None,
+) -> None:  # fmt: skip
+    """Attention of the new tokens `part` of a step, into `out`."""
     size, kv_heads, device = layer.formats.keys.page_size, layer.pool.kv_heads, query.device
     keys, values = layer.formats.keys, layer.formats.values
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    rows = step.rows.tolist()
-    tokens = [(length - count + i) for _, count, length, *_ in rows for i in range(count)]
+    chosen, tokens, ints = [], list[int](), _Ints(device)
+    for i, (first, count, length, *_) in enumerate(step.rows.tolist()):
+        if first < part.stop and first + count > part.start:
+            chosen.append(i)
+            own = range(max(first, part.start), min(first + count, part.stop))
+            tokens += [length - count + t - first for t in own]
+    rows = step.rows[chosen].tolist()
+    before = [length - new for _, new, length, *_ in rows]
+    begins = [max(row[0], part.start) for row in rows]
+    counts = [min(row[0] + row[1], part.stop) - begin for row, begin in zip(rows, begins, strict=True)]
     pages = [(length - 1) // size for _, _, length, *_ in rows]
-    ints = _Ints(device)
-    first, count = ints.add(row[0] for row in rows), ints.add(row[1] for row in rows)
+    first, count = ints.add(begin - part.start for begin in begins), ints.add(counts)
     held = ints.add(pages)
     start, stop = ints.add(t // size * size for t in tokens), ints.add(t + 1 for t in tokens)
-    before = [length - new for _, new, length, *_ in rows]
     in_tail, tail_position = ints.add(b % size for b in before), ints.add(b // size * size for b in before)
-    new_position = ints.add(before)
-    tail = ints.add(max(row[3], 0) for row in rows)
+    new_first, new_count, new_position = (
+        ints.add(row[0] for row in rows),
+        ints.add(row[1] for row in rows),
+        ints.add(before),
+    )
+    tail, table = ints.add(max(row[3], 0) for row in rows), ints.add(chosen)
     ints.send()
     tails = layer.tail_keys, layer.tail_values
-    slot = ints[tail].long()
+    slot, at = ints[tail].long(), ints[new_first].long()
     given = [
         _Dense(
             *tails, slot * tails[0].stride(0), slot * tails[1].stride(0), ints[in_tail], ints[tail_position],
             ints[start], ints[stop], (*tails[0].stride()[1:3], *tails[1].stride()[1:3]),
         ),
         _Dense(
-            key, value, ints[first].long() * key.stride(0), ints[first].long() * value.stride(0), ints[count],
-            ints[new_position], ints[start], ints[stop],
-            (key.stride(1), key.stride(0), value.stride(1), value.stride(0)),
+            key, value, at * key.stride(0), at * value.stride(0), ints[new_count], ints[new_position], ints[start],
+            ints[stop], (key.stride(1), key.stride(0), value.stride(1), value.stride(0)),
         ),
     ]  # fmt: skip
-    q = (query.float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
+    q = (query[part.start : part.stop].float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
     queries = _Queries(
         _by_token(q), _by_token(keys.form.rotated_query(q)), ints[first], ints[count], ints[held], ints[start],
-        max(row[1] for row in rows), max(pages),
+        max(counts), max(pages),
     )  # fmt: skip
-    at, page_bytes = layer.pool.page_at(step.block_table), layer.pool.page_bytes
-    if layer.pool.block_bytes % page_bytes:
-        raise ValueError(f"blocks lie {layer.pool.block_bytes} bytes apart: GPU kernels want multiples of {page_bytes}")
-    units = torch.from_numpy(at // page_bytes).int().to(device)
-    sides = _pooled(keys.form, layer, layer.pool.layout.keys), _pooled(values.form, layer, layer.pool.layout.values)
+    exact, layout = query.dtype == torch.float32, layer.pool.layout
+    sides = _pooled(keys.form, layer, layout.keys, exact), _pooled(values.form, layer, layout.values, exact)
+    units = units if len(chosen) == len(units) else units[ints[table].long()]
     rotated, plain = _attend(
         queries, sides, (units, units.shape[1]), given, kv_heads=kv_heads, value_dim=values.head_dim,
         code_dim=values.form.code_dim, softcap=softcap, sink_logits=sink_logits, position=0,
         mask=NO_MASK,
-        exact=query.dtype == torch.float32,
+        exact=exact,
     )  # fmt: skip
-    by_head = rotated.view(1, len(tokens), kv_heads, -1, rotated.shape[-1]).permute(0, 2, 3, 1, 4)
-    out = values.form.transform.invert(by_head)[0].permute(2, 0, 1, 3).flatten(1, 2)
-    return out + plain.view(out.shape)
+    by_head = rotated.view(1, len(part), kv_heads, -1, rotated.shape[-1]).permute(0, 2, 3, 1, 4)
+    unrotated = values.form.transform.invert(by_head)[0].permute(2, 0, 1, 3).flatten(1, 2)
+    out[part.start : part.stop] = unrotated + plain.view(unrotated.shape)
 
 
 class _Ints:
@@ -301,12 +355,13 @@ def _attend(
     common: dict[str, Any] = {
         "first": queries.first, "count": queries.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
         "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "EXACT": exact,
-        "num_warps": 8, "num_stages": 1,  # so that no registers spill: benchmarks/compile_kernels.py
+        "num_warps": 4 if block_rows == TILE else 8, "num_stages": 1,  # by benchmarks/compile_kernels.py
     }  # fmt: skip
     if sides is not None:
         keys, values = sides
         k, v = (max(next_power_of_2(side.shape.code_dim), TILE) for side in sides)
-        block = _block(keys.shape.page_size, max(k, v))
+        wide = exact or keys.shape.groups > 1 or values.shape.groups > 1  # numbers in float32
+        block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
         attend.attend_pages[row_blocks, sequences * kv_heads, splits](
             queries.rotated, maxima, totals, rotated, pages=queries.pages, table=units[0], width=units[1],
             stop=queries.stop, position=position, **mask, **keys.arguments("k"),
@@ -314,14 +369,14 @@ def _attend(
             KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
             PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), **common,
         )  # fmt: skip
+    k, v = (max(next_power_of_2(dim), TILE) for dim in (key_dim, value_dim))
     for i, span in enumerate(spans):
         attend.attend_dense[row_blocks, sequences * kv_heads](
             queries.plain, maxima[splits + i], totals[splits + i], plain[i], key_at=span.key_at,
             value_at=span.value_at, held=span.held, position=span.position, start=span.start, stop=span.stop, **mask,
             key=span.key, value=span.value, key_head=span.strides[0], key_token=span.strides[1],
             value_head=span.strides[2], value_token=span.strides[3], KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK=_block(64, max(key_dim, value_dim)), K=max(next_power_of_2(key_dim), TILE),
-            V=max(next_power_of_2(value_dim), TILE), **common,
+            BLOCK=_block(64, max(k, v), 4096), K=k, V=v, **common,
         )  # fmt: skip
     rotated_out, plain_out = like.new_empty(tokens, heads, code_dim), like.new_empty(tokens, heads, value_dim)
     attend.combine[(rows,)](
@@ -342,12 +397,13 @@ def _splits(programs: int, pages: int, device: torch.device) -> int:
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return MULTIPROCESSORS_OF_A_CPU
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count)
 
 
-def _block(page_size: int, channels: int) -> int:
-    """Tokens that are read at a time: a power of two that divides a page, fewer if they have many channels."""
-    return min(page_size & -page_size, max(8192 // channels, TILE), 64)
+def _block(page_size: int, channels: int, numbers: int) -> int:
+    """Tokens that are read at a time, so many numbers: a power of two that divides a page."""
+    return min(page_size & -page_size, max(numbers // channels, TILE), 64)
 
 
 def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]) -> "Shape":
@@ -355,19 +411,33 @@ def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]
 
     bits = form.bits
     return Shape(
-        page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits),
+        page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits), runs=_runs(bits),
         planes=reduce(or_, bits, 0), even=bits[0] if len(set(bits)) == 1 else 0, token_lanes=form.lanes == "tokens",
         levels=form.lut.shape[-1], groups=groups, centre_dim=centre_dim, plain_dim=form.plain_dim,
-        unit_levels=form.unit_levels, code=strides["code"], scale=strides.get("scale", 0),
-        offset=strides.get("offset", 0), centre=strides.get("centre", strides.get("channel_scale", 0)),
-        plain=strides.get("plain", 0),
+        unit_levels=form.unit_levels,
+        code=strides["code"], scale=strides.get("scale", 0), offset=strides.get("offset", 0),
+        centre=strides.get("centre", strides.get("channel_scale", 0)), plain=strides.get("plain", 0),
     )  # fmt: skip
+
+
+def _runs(bits: tuple[int, ...]) -> tuple[tuple[int, int, int, int], ...]:
+    """Groups with equal bits, in powers of two: the first, how many, their bits, and the sum of bits before."""
+    runs, first = [], 0
+    for width, group in groupby(bits):
+        left = len(list(group))
+        while left:
+            count = 1 << (left.bit_length() - 1)
+            runs.append((first, count, width, sum(bits[:first])))
+            first, left = first + count, left - count
+    return tuple(runs)
 
 
 PARTS = ("code", "scale", "offset", "centre", "channel_scale", "plain")
 
 
-def _side(form: PageForm, parts: dict[str, Tensor], last: dict[str, int], strides: dict[str, int]) -> _Side:
+def _side(
+    form: PageForm, parts: dict[str, Tensor], last: dict[str, int], strides: dict[str, int], exact: bool
+) -> _Side:
     """`last`: the last dimension of each part's shape."""
     from kvfold.kernels.triton.fold import bits_table
 
@@ -377,31 +447,33 @@ def _side(form: PageForm, parts: dict[str, Tensor], last: dict[str, int], stride
     found: dict[str, Tensor | None] = {name: parts.get(name) for name in PARTS}
     if not form.plain_dim:
         found["plain"] = None
-    found["lut"] = on(device, form.lut) if form.bits else None
+    if form.bits:  # in words
+        found["code"], shape = parts["code"].reshape(-1).view(torch.int32), replace(shape, code=shape.code // 4)
+    found["lut"] = on(device, form.lut, None if exact else torch.float16) if form.bits else None
     found["bits"] = None if shape.even or not form.bits else bits_table(form.bits, device)
     found["groups"] = None if groups == 1 else _groups_table(form.groups, device)
     return _Side(found, shape)
 
 
-def _stored(store: PageStore | StoreView) -> _Side:
+def _stored(store: PageStore | StoreView, exact: bool) -> _Side:
     pages = store.storage
     assert pages is not None
     parts = {name: part for name, part in pages.tensors() if name in PARTS}
     assert all(part.is_contiguous() for part in parts.values())
     strides = {name: part.shape[3:].numel() for name, part in parts.items()}
-    return _side(store.form, parts, {name: part.shape[-1] for name, part in parts.items()}, strides)
+    return _side(store.form, parts, {name: part.shape[-1] for name, part in parts.items()}, strides, exact)
 
 
-def _pooled(form: PageForm, layer: PagedLayer, parts: Sequence[Part]) -> _Side:
+def _pooled(form: PageForm, layer: PagedLayer, parts: Sequence[Part], exact: bool) -> _Side:
     """One side of a pool: each part is the pool itself, from where the first page's part is."""
     pages, page_bytes = layer.pool.pages, layer.pool.page_bytes
     count = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
     views = {}
     for part in parts:
-        size = (count - part.offset) // part.dtype.itemsize * part.dtype.itemsize
+        size = (count - part.offset) // 4 * 4
         views[part.name] = torch.as_strided(pages, (size,), (1,), pages.storage_offset() + part.offset).view(part.dtype)
     strides = {part.name: page_bytes // part.dtype.itemsize for part in parts}
-    return _side(form, views, {part.name: part.shape[-1] for part in parts if part.shape}, strides)
+    return _side(form, views, {part.name: part.shape[-1] for part in parts if part.shape}, strides, exact)
 
 
 @cache

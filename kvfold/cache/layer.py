@@ -7,9 +7,10 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from kvfold.cache.rows import DenseSpan, FoldedRows, RowsState
+from kvfold.cache.rows import LOOKED_AT_ONCE, DenseSpan, FoldedRows, RowsState
 from kvfold.cache.saved import FLOATS, Contents
 from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
+from kvfold.quant.finite import finite
 
 LARGEST_SAVED = 2**20
 """A file that asks for more rows or heads, or for a wider window, is refused before it gets the memory."""
@@ -154,7 +155,8 @@ class LayerCache:
         ------
         ValueError
             On a NaN or infinity, or a shape, dtype or device that differs from what the cache
-            holds. The cache is unchanged then.
+            holds. The cache is unchanged then. Beside a CPU, single tokens are looked at when their page is full,
+            and attention over a NaN or infinity gives NaN until then.
         """
         self._check(key, value)
         n, batch = key.shape[2], key.shape[0]
@@ -302,12 +304,11 @@ class LayerCache:
             stored = stored.clone() if stored.data_ptr() == x.data_ptr() else stored
             for row, columns in enumerate(skipped):
                 stored[row, :, :columns] = 0
-        if isfinite(stored.sum(dtype=torch.float32).item()):  # usually, and quicker than to look at each
+        if x.shape[2] == 1 and x.device.type not in LOOKED_AT_ONCE:
             return stored
-        finite = stored.isfinite()
-        if finite.all():
+        if finite(stored):
             return stored
-        row, head, token, channel = (~finite).nonzero()[0].tolist()
+        row, head, token, channel = (~stored.isfinite()).nonzero()[0].tolist()
         bad = x[row, head, token, channel].item()
         remedy = (
             "the model's own computation broke before the cache"

@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvfold.cache.rows import LOOKED_AT_ONCE
 from kvfold.formats import Format, FormatPair
 from kvfold.formats.base import Window, require_finite
 from kvfold.formats.page import Pages
+from kvfold.quant.finite import finite
 from kvfold.quant.packing import TILE
 
 WINDOW = Window(recent=1)
@@ -159,6 +161,9 @@ class PagePool:
                 tensor = getattr(side, part.name)[0].transpose(0, 1).reshape(len(pages), self.kv_heads, -1)
                 own = slice(part.offset, part.offset + part.nbytes)
                 whole[..., own] = tensor.contiguous().view(torch.uint8)
+        if self.pages.device.type != "cpu":
+            self.pages[pages // self.pages_a_block, pages % self.pages_a_block] = whole
+            return
         for page, new in zip(pages.tolist(), whole, strict=True):  # to index by tensors wakes all threads, even for few
             self.pages[page // self.pages_a_block, page % self.pages_a_block] = new
 
@@ -376,7 +381,8 @@ class PagedLayer:
         Raises
         ------
         ValueError
-            If a page holds a NaN or an infinity, or a scale leaves float16's range.
+            If a page holds a NaN or an infinity, or a scale leaves float16's range; on a GPU nobody waits to
+            see that, and attention over such a page gives NaN.
         """
         if not step.foldings:
             return
@@ -390,12 +396,14 @@ class PagedLayer:
                     own = torch.cat((tails[folding.slot, :, : folding.held], own), 1)
                 parts.append(own)
             x = torch.cat(parts, 1)[None]
-            if not x.isfinite().all():
+            look = x.device.type in LOOKED_AT_ONCE
+            if look and not finite(x):
                 raise ValueError(
                     "a key or value is NaN or infinite: the model's own computation broke before the cache"
                 )
             pages = fmt.fold_from(x)
-            require_finite(pages)
+            if look:
+                require_finite(pages)
             folded.append(pages)
         self.pool.write(step.folded, (folded[0], folded[1]))
 

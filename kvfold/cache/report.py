@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.quant.tables import copies_elsewhere
+
 
 def walk_tensors(obj: object) -> Iterator[Tensor]:
     """Every tensor reachable from `obj` through attributes, dataclass fields and containers."""
@@ -31,13 +33,15 @@ def walk_tensors(obj: object) -> Iterator[Tensor]:
 def held_bytes(*objects: object) -> int:
     """Bytes of all storages behind the tensors reachable from `objects`, each storage counted once.
 
-    A view counts with the whole storage that it keeps alive; tables that layers share count once.
+    A view counts with the whole storage that it keeps alive; tables that layers share count once, and with them
+    their copies on other devices.
     """
     storages = {}
     for obj in objects:
         for tensor in walk_tensors(obj):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            for each in (tensor, *copies_elsewhere(tensor)):
+                storage = each.untyped_storage()
+                storages[each.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

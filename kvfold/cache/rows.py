@@ -24,6 +24,10 @@ from kvfold.formats.page import Pages
 TAIL_STEP = 16
 """The dense tail grows by so many tokens at a time."""
 
+LOOKED_AT_ONCE = {"cpu"}
+"""Devices where each token is looked at for NaN and infinities as it comes. Elsewhere to look means to wait for the
+device, so what comes token by token is looked at a page at a time; until then attention over it gives NaN."""
+
 
 @dataclass(eq=False)
 class DenseSpan:
@@ -164,17 +168,25 @@ class FoldedRows:
         pages_stop = self.window.sinks + self.keys.count * self.page_size
         return min(self.length, pages_stop) if self.formats.folds_by_token else pages_stop
 
-    def folded_until(self, t: int, at_least: int) -> int:
-        """For the query at position `t`: the position after the last token that it reads folded.
+    def reach(self, n: int, dense: DenseSpan | None, causal: bool) -> tuple[list[int], list[int]]:
+        """Positions up to which the newest `n` tokens read, as queries: folded, and at all.
 
-        `at_least` is where pages ended before the queries' own tokens came: what lies before is held
-        folded only.
+        Parameters
+        ----------
+        dense
+            What `commit` returned for them.
+        causal
+            Whether a query reads nothing after itself; else a mask decides alone.
         """
+        first, length = self.window.sinks, self.length
+        own = range(length - n, length)
+        stop = [t + 1 for t in own] if causal else [length] * n
         if self.formats.folds_by_token:
-            return self.length
-        first = self.window.sinks
-        ripe = (t + 1 - self.window.recent - first) // self.page_size if t + 1 >= self.fit_tokens else 0
-        return max(first + ripe * self.page_size, at_least)
+            return [length] * n, stop
+        # What lies before the dense tokens is held folded only.
+        at_least = length if dense is None else dense.start
+        ripe = [(t + 1 - self.window.recent - first) // self.page_size if t + 1 >= self.fit_tokens else 0 for t in own]
+        return [max(first + pages * self.page_size, at_least) for pages in ripe], stop
 
     def _full_pages(self, length: int, followed_by: int) -> int:
         """Pages of a row of `length` tokens that at least `followed_by` ≥ `recent` tokens follow."""
@@ -213,6 +225,7 @@ class FoldedRows:
         ValueError
             If a scale leaves float16's range.
         """
+        self._look_at_full_page()
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         n = key.shape[2] - into_sinks
         if self._only_joins_tail(n, into_sinks):
@@ -342,8 +355,18 @@ class FoldedRows:
         sides = ((formats.keys, key), (formats.values, value))
         for fmt, x in sides[: len(self.stores)]:
             pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot))
-            require_finite(pages[-1])
+            if key.device.type in LOOKED_AT_ONCE or key.shape[2] > 1:
+                require_finite(pages[-1])
         return pages
+
+    def _look_at_full_page(self) -> None:
+        """Raise if a page that became full token by token holds what no page may hold."""
+        after = self.length - self.window.sinks
+        if self.formats.folds_by_token and after > 0 and not after % self.page_size:
+            for store in self.stores:
+                assert store.storage is not None
+                if store.storage.code.device.type not in LOOKED_AT_ONCE:
+                    require_finite(store.pages(store.count - 1))
 
     def _keep_sinks(self, key: Tensor, value: Tensor, n: int) -> None:
         if not n:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.statistics import KeyStatistics
+from kvfold.quant.finite import finite
 from kvfold.quant.packing import TILE, Lanes
 
 MAX_HEAD_DIM = 1024
@@ -196,7 +197,7 @@ class Format(ABC):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: fold takes (…, tokens, {self.head_dim}) with at least one token"
             )
-        if not x.isfinite().all():
+        if not finite(x):
             raise ValueError("x holds a NaN or an infinity: fold takes finite vectors")
         tokens = x.shape[-2]
         whole = tokens if self.folds_by_token else tokens // self.page_size * self.page_size
@@ -234,9 +235,11 @@ def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
 def require_finite(pages: Pages) -> None:
     """Raise if a scale or centre left the range of its dtype."""
     for name, tensor in pages.tensors():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not finite(tensor):
             limit = f"{torch.finfo(tensor.dtype).max:,.7g}"
             dtype = str(tensor.dtype).removeprefix("torch.")
+            if tensor.isnan().any():
+                raise ValueError(f"the {name} of a page is NaN: the model's own computation broke before the cache")
             raise ValueError(f"the {name} of a page is beyond {dtype}'s {limit}: scale the vectors down before folding")
 
 

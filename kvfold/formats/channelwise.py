@@ -1,20 +1,18 @@
 """Bits where queries look: how kvfold folds keys."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import torch
 from torch import Tensor
 
 from kvfold.formats.base import Window
 from kvfold.formats.ordered import Ordered
-from kvfold.formats.page import PageForm, TokenCodes, level_table
+from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels import ops
+from kvfold.quant import affine
 from kvfold.quant.codebooks import flat_levels, on_grid
 from kvfold.quant.packing import TILE, padded
-from kvfold.quant.tables import on
 from kvfold.quant.transforms import ChannelOrder, as_they_come
 
 QUARTERS = {
@@ -69,43 +67,20 @@ class Channelwise(Ordered):
 
     def encode(self, x: Tensor) -> TokenCodes:
         y = self.form.transform.apply(x)
-        pages = y.reshape(-1, *y.shape[-2:])
-        centre, scale = _candidates(
-            pages, [self.form.lut[group, 2**b - 1].item() for group, b in enumerate(self.form.bits)]
+        code, centre, scale = affine.encode(y, self.form.lut, self._bits, SCALES)
+        return TokenCodes(code=code, centre=centre, channel_scale=scale)
+
+    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
+        code, centre, scale = ops.fold_channelwise(
+            x, self.order, self.form.lut, list(self._bits), SCALES, self.lanes, self.page_size
         )
-        lut = on(y.device, self.form.lut)
-        code, chosen = ops.closest_affine(pages, centre.float(), scale.float(), lut, list(self.form.bits))
-        index = chosen.long().unsqueeze(1)
-        shape = (*y.shape[:-2], y.shape[-1])
-        return TokenCodes(
-            code=code.view(y.shape),
-            centre=centre.take_along_dim(index, 1).view(shape),
-            channel_scale=scale.take_along_dim(index, 1).view(shape),
-        )
+        return Pages(code, centre=centre, channel_scale=scale, tokens=x.shape[-2])
 
 
 @cache
 def _levels(bits: tuple[int, ...]) -> Tensor:
     """One level table for all that spread their bits alike."""
     return level_table({b: on_grid(flat_levels(b)) for b in set(bits)}, bits)
-
-
-def _candidates(pages: Tensor, tops: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Centres and scales to try, as they will be stored: float16, (pages, 2·SCALES, D)."""
-    mean = pages.mean(1, keepdim=True)
-    low, high = pages.amin(1, keepdim=True), pages.amax(1, keepdim=True)
-    centres = torch.cat((mean, 0.5 * (low + high)), 1).half()
-    z = centres.float()
-    # About z; without sqrt, which wakes all threads even for a few numbers.
-    deviation = pages.std(1, correction=0, keepdim=True).hypot(z - mean)
-    reach = (
-        torch.maximum(high - z, z - low)
-        / torch.tensor(tops, device=pages.device).repeat_interleave(TILE)[: z.shape[-1]]
-    )
-    steps = torch.linspace(0, 1, SCALES, device=pages.device).view(-1, 1, 1, 1)
-    scales = deviation.lerp(torch.maximum(reach, deviation), steps)  # (SCALES, pages, 2, D)
-    scales = scales.permute(1, 2, 0, 3).flatten(1, 2).half()
-    return centres.repeat_interleave(SCALES, 1), scales
 
 
 def spread_bits(bits: int, groups: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from kvfold.quant import affine, packing, rotated
 from kvfold.quant.packing import Lanes
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import ChannelOrder, Transform
 
 INSTRUCTION_SET: str = cpu.instruction_sets()[0]
 
@@ -76,24 +76,47 @@ def _levels_like(packed: Tensor, lut: Tensor, page_size: int, head_dim: int, bit
     return lut.new_empty((*packed.shape[:-1], page_size, head_dim))
 
 
-@torch.library.custom_op("kvfold::closest_affine", mutates_args=())
-def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
-    """`kvfold.quant.affine.closest_affine` on the device of `y`."""
-    return affine.closest_affine(y, centre, scale, lut, bits)
+@torch.library.custom_op("kvfold::fold_channelwise", mutates_args=())
+def fold_channelwise(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole pages of tokens (…, T, D): packed codes (…, N, bytes), and centres and scales (…, N, D).
+
+    Channels in the order `order` (None: as they come), `kvfold.quant.affine.encode` and `kvfold.quant.packing.pack`.
+    """
+    pages = x.float().unflatten(-2, (-1, page_size))
+    if order is not None:
+        pages = ChannelOrder(order).apply(pages)
+    code, centre, scale = affine.encode(pages, lut, bits, steps)
+    return packing.pack(code, bits, _lanes(lanes)), centre, scale
 
 
-@closest_affine.register_kernel("cpu")
-def _(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
-    code, chosen = _affine_like(y, centre, scale, lut, bits)
-    y, centre, scale, lut = (x.contiguous() for x in (y, centre, scale, lut))
-    cpu.closest_affine(INSTRUCTION_SET, y, centre, scale, lut, bytes(bits), code, chosen, torch.get_num_threads())
-    return code, chosen
+@fold_channelwise.register_kernel("cpu")
+def _(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    code, centre, scale = _channelwise_like(x, order, lut, bits, steps, lanes, page_size)
+    flat = heads_of(x if x.dtype in DTYPES else x.float())
+    by_row, by_head, by_token, _ = flat.stride()
+    order, order_row, order_head = order_of_heads(order, flat)
+    shape = (*flat.shape[:2], flat.shape[2] // page_size, flat.shape[3])
+    cpu.fold_channelwise(
+        INSTRUCTION_SET, flat.data_ptr(), DTYPES[flat.dtype], by_row, by_head, by_token, page_size,
+        0 if order is None else order.data_ptr(), order_row, order_head, lut.contiguous(), bytes(bits), steps,
+        _lanes(lanes) == "tokens", code.view(-1), centre.view(torch.uint16).view(shape),
+        scale.view(torch.uint16).view(shape), torch.get_num_threads(),
+    )  # fmt: skip
+    return code, centre, scale
 
 
-@closest_affine.register_fake
-def _affine_like(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
-    code = y.new_empty(y.shape, dtype=torch.uint8)
-    return code, code.new_empty(y.shape[0], y.shape[2])
+@fold_channelwise.register_fake
+def _channelwise_like(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    lead = (*x.shape[:-2], x.shape[-2] // page_size)
+    centre = x.new_empty((*lead, x.shape[-1]), dtype=torch.float16)
+    code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
+    return code, centre, torch.empty_like(centre)
 
 
 @torch.library.custom_op("kvfold::fold_rotated", mutates_args=())
@@ -127,9 +150,7 @@ def _(
     _check_dim(x, matrix)
     code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
     tokens, dim = x.shape[-2:]
-    x = x if x.dtype in DTYPES else x.float()
-    flat = x if x.ndim == 4 else x.reshape(1, x.shape[:-2].numel(), tokens, dim)
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    flat = heads_of(x if x.dtype in DTYPES else x.float())
     if signs is None:
         rotation = cpu.Rotation.matrix(dim, matrix.shape[0], matrix.data_ptr(), 0)
     else:
@@ -161,6 +182,30 @@ def _check_dim(x: Tensor, matrix: Tensor) -> None:
         raise ValueError(f"x has vectors of {x.shape[-1]} coordinates, the rotation takes {matrix.shape[1]}")
 
 
+def heads_of(x: Tensor) -> Tensor:
+    """(…, tokens, dim) as (rows, heads, tokens, dim), coordinates side by side; a view if it can be one."""
+    flat = x if x.ndim == 4 else x.reshape(1, x.shape[:-2].numel(), *x.shape[-2:])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def order_of_heads(order: Tensor | None, x: Tensor) -> tuple[Tensor | None, int, int]:
+    """An order of channels for vectors (rows, heads, tokens, dim), and its strides from row to row and head to head.
+
+    Raises
+    ------
+    ValueError
+        If it is not for these.
+    """
+    if order is None:
+        return None, 0, 0
+    order, wanted = order.contiguous(), (*x.shape[:2], x.shape[3])
+    shape = (1,) * (3 - order.ndim) + tuple(order.shape)
+    if order.dtype != torch.int16 or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
+        raise ValueError(f"order is {order.dtype} of {tuple(order.shape)}: give int16 of {wanted}, or one for all")
+    by_row, by_head, _ = order.view(shape).expand(wanted).stride()
+    return order, by_row, by_head
+
+
 def _flat_pages(codes: Tensor) -> Tensor:
     """(…, P, D) as (pages, P, D), contiguous; a view if it can be one."""
     return codes.contiguous().view(-1, *codes.shape[-2:])
@@ -172,21 +217,24 @@ def _lanes(lanes: str) -> Lanes:
     return lanes  # type: ignore[return-value]
 
 
-if find_spec("triton") is not None:  # "cuda" is AMD's name too
+if find_spec("triton") is not None:
+    GPUS = ("cuda", "xpu")  # "cuda" is AMD's name too
 
-    @pack.register_kernel("cuda")
+    @pack.register_kernel(GPUS)
     def _(codes: Tensor, bits: list[int], lanes: str) -> Tensor:
         from kvfold.kernels.triton import fold
 
         return fold.pack(codes, bits, _lanes(lanes))
 
-    @closest_affine.register_kernel("cuda")
-    def _(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: list[int]) -> tuple[Tensor, Tensor]:
+    @fold_channelwise.register_kernel(GPUS)
+    def _(
+        x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         from kvfold.kernels.triton import fold
 
-        return fold.closest_affine(y, centre, scale, lut, bits)
+        return fold.fold_channelwise(x, order, lut, bits, steps, _lanes(lanes), page_size)
 
-    @fold_rotated.register_kernel("cuda")
+    @fold_rotated.register_kernel(GPUS)
     def _(
         x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
         lanes: str, page_size: int, slot: int,

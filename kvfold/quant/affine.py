@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from kvfold.quant.packing import TILE
+from kvfold.quant.tables import on
 
 
 def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """For each channel, the candidate k and codes with the least Σ_t (y − z_k − S_k·lut[code])⁴: the kernels' truth.
+    """For each channel, the candidate k and codes with the least Σ_t (y − z_k − S_k·lut[code])⁴.
 
     Parameters
     ----------
@@ -47,3 +48,46 @@ def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: 
         best.append((code, chosen.to(torch.uint8)))
     codes_of_groups, choices = zip(*best, strict=True)
     return torch.cat(codes_of_groups, -1), torch.cat(choices, -1)
+
+
+def candidates(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
+    """Centres and scales to try, as they will be stored: float16, (pages, 2·steps, D).
+
+    Centres are the mean of the page and the middle of its range; scales go from the standard deviation about the
+    centre to what lets the last level reach the farthest value.
+    """
+    top = torch.tensor([lut[group, 2**b - 1].item() for group, b in enumerate(bits)]).repeat_interleave(TILE)
+    mean = y.mean(1, keepdim=True)
+    low, high = y.amin(1, keepdim=True), y.amax(1, keepdim=True)
+    centres = torch.cat((mean, 0.5 * (low + high)), 1).half()
+    z = centres.float()
+    # About z; without sqrt, which wakes all threads even for a few numbers.
+    deviation = y.std(1, correction=0, keepdim=True).hypot(z - mean)
+    reach = torch.maximum(high - z, z - low) / top[: y.shape[-1]].to(y.device)
+    weights = torch.linspace(0, 1, steps, device=y.device).view(-1, 1, 1, 1)
+    scales = deviation.lerp(torch.maximum(reach, deviation), weights)  # (steps, pages, 2, D)
+    scales = scales.permute(1, 2, 0, 3).flatten(1, 2).half()
+    return centres.repeat_interleave(steps, 1), scales
+
+
+def encode(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, centres and scales of pages, by the best of `candidates`: the truth of kernels that fold.
+
+    Parameters
+    ----------
+    y
+        float32, (…, P, D).
+
+    Returns
+    -------
+    code
+        uint8, (…, P, D).
+    centre, scale
+        float16, (…, D).
+    """
+    pages = y.reshape(-1, *y.shape[-2:])
+    centres, scales = candidates(pages, lut, bits, steps)
+    code, chosen = closest_affine(pages, centres.float(), scales.float(), on(y.device, lut), bits)
+    index, shape = chosen.long().unsqueeze(1), (*y.shape[:-2], y.shape[-1])
+    centre, scale = (x.take_along_dim(index, 1).view(shape) for x in (centres, scales))
+    return code.view(y.shape), centre, scale

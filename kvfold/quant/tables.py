@@ -16,3 +16,8 @@ def on(device: torch.device, table: Tensor, dtype: torch.dtype | None = None) ->
     if (device, dtype) not in copies:
         copies[device, dtype] = table.to(device, dtype)
     return copies[device, dtype]
+
+
+def copies_elsewhere(table: Tensor) -> list[Tensor]:
+    """What `on` copied to other devices."""
+    return [copy for (device, _), copy in _COPIES.get(table, {}).items() if device != table.device]

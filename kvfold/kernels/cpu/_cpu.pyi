@@ -5,15 +5,24 @@ from torch import Tensor
 def pack(codes: Tensor, packed: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack(packed: Tensor, codes: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack_levels(packed: Tensor, lut: Tensor, levels: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
-def closest_affine(
+def fold_channelwise(
     isa: str,
-    y: Tensor,
-    centre: Tensor,
-    scale: Tensor,
+    x: int,
+    dtype: int,
+    x_batch: int,
+    x_head: int,
+    x_token: int,
+    page_size: int,
+    order: int,
+    order_batch: int,
+    order_head: int,
     lut: Tensor,
     bits: bytes,
+    steps: int,
+    lanes_are_tokens: bool,
     code: Tensor,
-    chosen: Tensor,
+    centre: Tensor,
+    scale: Tensor,
     threads: int,
 ) -> None: ...
 def fold(

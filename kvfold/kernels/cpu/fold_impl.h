@@ -1,17 +1,11 @@
 // Body of fold; each fold_<set>.cpp compiles it under its own name.
 #include "codebook.h"
 #include "fold.h"
+#include "fold_tile.h"
 #include "rotate.h"
 
 namespace kvfold::KVFOLD_ISA {
 namespace {
-
-inline std::uint16_t to_half(float x) {
-  const _Float16 half = static_cast<_Float16>(x);
-  std::uint16_t bits;
-  std::memcpy(&bits, &half, 2);
-  return bits;
-}
 
 class Folder {
  public:
@@ -99,18 +93,8 @@ class Folder {
     for (std::size_t g = 0; g < tiles; ++g) {
       Vec lines[kTile];
       for (std::size_t t = 0; t < kTile; ++t) lines[t] = load(&codes_[t * width_ + g * kTile]);
-      if (job_.shape.lanes_are_tokens) transpose(lines);
-      Tile tile;
-      for (std::size_t f = 0; f < 4; ++f) {
-        Ints bytes{};
-        for (std::size_t j = 0; j < 4; ++j) {
-          Ints line;
-          std::memcpy(&line, &lines[4 * f + j], sizeof line);
-          bytes |= line << static_cast<int>(8 * j);
-        }
-        std::memcpy(tile.fields[f], &bytes, sizeof bytes);
-      }
-      kvfold::encode(tile, job_.bits, page + 32 * job_.bits * (job_.shape.lanes_are_tokens ? row * tiles + g : g * rows + row));
+      pack_tile(lines, job_.bits, job_.shape.lanes_are_tokens,
+                page + 32 * job_.bits * (job_.shape.lanes_are_tokens ? row * tiles + g : g * rows + row));
     }
   }
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "affine.h"
 #include "attend.h"
+#include "channelwise.h"
 #include "fold.h"
 #include "pack.h"
 #include "paged.h"
@@ -145,7 +145,7 @@ std::vector<std::string> instruction_sets() {
 struct Kernels {
   bool (*attend)(const kvfold::Attention&);
   bool (*in_integers)(const kvfold::Side&);
-  void (*closest_affine)(const kvfold::Affine&);
+  void (*fold_channelwise)(const kvfold::Channelwise&);
   void (*fold)(const kvfold::Fold&);
 };
 
@@ -155,40 +155,47 @@ Kernels find(const std::string& isa) {
 #if defined(__x86_64__)
       namespace wide = kvfold::avx512;
       if (isa == "avx512vbmi")
-        return {kvfold::avx512vbmi::attend, kvfold::avx512vbmi::in_integers, wide::closest_affine, wide::fold};
+        return {kvfold::avx512vbmi::attend, kvfold::avx512vbmi::in_integers, wide::fold_channelwise, wide::fold};
       if (isa == "avx512vnni")
-        return {kvfold::avx512vnni::attend, kvfold::avx512vnni::in_integers, wide::closest_affine, wide::fold};
-      if (isa == "avx512") return {wide::attend, wide::in_integers, wide::closest_affine, wide::fold};
+        return {kvfold::avx512vnni::attend, kvfold::avx512vnni::in_integers, wide::fold_channelwise, wide::fold};
+      if (isa == "avx512") return {wide::attend, wide::in_integers, wide::fold_channelwise, wide::fold};
       if (isa == "avx2")
-        return {kvfold::avx2::attend, kvfold::avx2::in_integers, kvfold::avx2::closest_affine, kvfold::avx2::fold};
+        return {kvfold::avx2::attend, kvfold::avx2::in_integers, kvfold::avx2::fold_channelwise, kvfold::avx2::fold};
 #endif
-      return {kvfold::serial::attend, kvfold::serial::in_integers, kvfold::serial::closest_affine, kvfold::serial::fold};
+      return {kvfold::serial::attend, kvfold::serial::in_integers, kvfold::serial::fold_channelwise, kvfold::serial::fold};
     }
   throw std::invalid_argument("this machine does not run " + isa);
 }
 
-void closest_affine(const std::string& isa, ConstFloats y, ConstFloats centre, ConstFloats scale, ConstFloats lut,
-                    nb::bytes bits, Bytes code, Bytes chosen, int threads) {
-  require(y.ndim() == 3 && centre.ndim() == 3 && scale.ndim() == 3 && lut.ndim() == 2,
-          "y, centre and scale must have three dimensions, lut two");
-  kvfold::Affine job;
-  job.pages = y.shape(0), job.page_size = y.shape(1), job.channels = y.shape(2), job.candidates = centre.shape(1);
-  require(centre.shape(0) == job.pages && centre.shape(2) == job.channels && scale.shape(0) == job.pages &&
-              scale.shape(1) == job.candidates && scale.shape(2) == job.channels && job.candidates >= 1 &&
-              job.candidates <= 255,
-          "centre and scale must have the shape (pages, candidates, channels), with 1 to 255 candidates");
+// `batch`, `heads`, `pages` and `channels` are known from the shape of `centre`; strides in elements.
+void fold_channelwise(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_batch, std::size_t x_head,
+                      std::size_t x_token, std::size_t page_size, std::uintptr_t order, std::size_t order_batch,
+                      std::size_t order_head, ConstFloats lut, nb::bytes bits, std::size_t steps, bool lanes_are_tokens,
+                      Bytes code, Halves centre, Halves scale, int threads) {
+  require(centre.ndim() == 4 && lut.ndim() == 2, "centre must have the shape (batch, heads, pages, channels)");
+  kvfold::Channelwise job;
+  job.x = pointer<void>(x), job.dtype = static_cast<kvfold::Dtype>(dtype);
+  job.x_batch = x_batch, job.x_head = x_head, job.x_token = x_token;
+  job.batch = centre.shape(0), job.heads = centre.shape(1), job.pages = centre.shape(2), job.channels = centre.shape(3);
+  job.page_size = page_size, job.steps = steps, job.lanes_are_tokens = lanes_are_tokens, job.threads = threads;
+  job.order = pointer<std::int16_t>(order), job.order_batch = order_batch, job.order_head = order_head;
+  require(page_size && page_size % kvfold::kTile == 0, "page_size must be a multiple of 16");
+  require(steps >= 1, "steps must be at least 1");
   require(bits.size() == (job.channels + kvfold::kTile - 1) / kvfold::kTile && lut.shape(0) == bits.size(),
           "bits and lut must have one entry for each group of 16 channels");
   job.bits = reinterpret_cast<const std::uint8_t*>(bits.c_str());
-  for (std::size_t i = 0; i < bits.size(); ++i)
+  std::size_t all_bits = 0;
+  for (std::size_t i = 0; i < bits.size(); ++i) {
     require(job.bits[i] >= 1 && job.bits[i] <= 8 && lut.shape(1) >= (std::size_t{1} << job.bits[i]),
             "bits must be 1 to 8, and lut have 2^bits levels a group");
-  require(code.size() == y.size() && chosen.size() == job.pages * job.channels,
-          "code must have the size of y, and chosen one entry for each channel of a page");
-  job.y = y.data(), job.centre = centre.data(), job.scale = scale.data();
-  job.lut = lut.data(), job.lut_stride = lut.shape(1), job.code = code.data(), job.chosen = chosen.data();
-  job.threads = threads;
-  const auto run = find(isa).closest_affine;
+    all_bits += job.bits[i];
+  }
+  const std::size_t pages = job.batch * job.heads * job.pages;
+  require(code.size() == pages * page_size * 2 * all_bits, "code must have page_size * 2 * sum(bits) bytes a page");
+  require(scale.size() == centre.size(), "scale must have the shape of centre");
+  job.lut = lut.data(), job.lut_stride = lut.shape(1), job.code = code.data();
+  job.centre = centre.data(), job.scale = scale.data();
+  const auto run = find(isa).fold_channelwise;
   nb::gil_scoped_release release;
   run(job);
 }
@@ -391,7 +398,7 @@ NB_MODULE(_cpu, m) {
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);
-  m.def("closest_affine", &closest_affine);
+  m.def("fold_channelwise", &fold_channelwise);
   m.def("fold", &fold, nb::arg("isa"), nb::arg("x"), nb::arg("dtype"), nb::arg("x_batch"), nb::arg("x_head"),
         nb::arg("x_token"), nb::arg("tokens"), nb::arg("first"), nb::arg("rotation"), nb::arg("levels"), nb::arg("rule"),
         nb::arg("lanes_are_tokens"), nb::arg("code"), nb::arg("scale"), nb::arg("centre").none(), nb::arg("threads"));

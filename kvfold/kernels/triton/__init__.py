@@ -18,7 +18,11 @@ def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(launch)
     def launched(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.cuda.device_of(args[0]):
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        if first.device.type == "cpu":
+            return launch(*args, **kwargs)
+        with torch.get_device_module(first.device).device(first.device):
             return launch(*args, **kwargs)
 
     return launched

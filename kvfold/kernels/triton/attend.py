@@ -8,7 +8,7 @@ same outputs.
 import triton
 import triton.language as tl
 
-from kvfold.kernels.triton.codes import coordinates
+from kvfold.kernels.triton.pages import key_scores, multiply, weighted_values
 
 
 @triton.jit
@@ -38,14 +38,6 @@ def _unmasked(mask, by_sequence, by_head, by_query, columns, sequence, head, que
     return inside & (tl.load(mask + at[:, None] + position[None, :], mask=inside, other=0) != 0)
 
 
-@triton.jit
-def _multiply(x, y, EXACT: tl.constexpr):
-    """x @ y in float32: of float32 numbers, or of float16 ones on tensor cores."""
-    if EXACT:
-        return tl.dot(x, y, input_precision="ieee")
-    return tl.dot(x.to(tl.float16), y.to(tl.float16))
-
-
 @triton.jit(
     do_not_specialize=["width", "TOKENS", "position", "mask_columns", "mask_sequence", "mask_head", "mask_query"]
 )
@@ -73,23 +65,18 @@ def attend_pages(
         return
     new, head, live = _rows(first, count, sequence, kv_head, REPEAT, ROWS)
     row = new.to(tl.int64) * HEADS + head
-    channel = tl.arange(0, K)
     q_width: tl.constexpr = KEYS.code_dim + KEYS.plain_dim
-    coded = channel < KEYS.code_dim
-    q = tl.load(query + row[:, None] * q_width + channel[None, :], mask=live[:, None] & coded[None, :], other=0)
+    own_query = query + row[:, None] * q_width
     if KEYS.plain_dim:
         plain = tl.arange(0, PLAIN)
         has_plain = plain < KEYS.plain_dim
-        q_plain = tl.load(query + row[:, None] * q_width + KEYS.code_dim + plain[None, :],
-                          mask=live[:, None] & has_plain[None, :], other=0)  # fmt: skip
+        q_plain = tl.load(own_query + KEYS.code_dim + plain[None, :], mask=live[:, None] & has_plain[None, :], other=0)
     limit = tl.load(stop + new, mask=live, other=0)
     held = tl.minimum(tl.load(pages + sequence), tl.cdiv(tl.max(limit, 0), KEYS.page_size))
     part = tl.cdiv(held, tl.num_programs(2))
-    v_channel = tl.arange(0, V)
+    channel = tl.arange(0, V)
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, V], tl.float32)
-    k_late: tl.constexpr = (KEYS.groups == 1 and k_offset is None) and k_centre is None
-    v_late: tl.constexpr = (VALUES.groups == 1 and v_offset is None) and v_centre is None
     blocks: tl.constexpr = KEYS.page_size // BLOCK
     for block in range(split * part * blocks, tl.minimum((split + 1) * part, held) * blocks):
         page, token = block // blocks, block % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -97,32 +84,28 @@ def attend_pages(
             unit = (sequence * KV_HEADS + kv_head).to(tl.int64) * width + page
         else:
             unit = tl.load(table + sequence * width + page).to(tl.int64) + kv_head
-        k = coordinates(k_code, k_lut, k_bits, k_groups, k_scale, k_offset, k_centre, k_channel_scale, unit,
-                        token[None, :], channel[:, None], 0, not k_late, KEYS)  # fmt: skip
-        scores = _multiply(q, k, EXACT)
-        if k_late and k_scale is not None:
-            scores *= tl.load(k_scale + unit * KEYS.scale + token).to(tl.float32)[None, :]
+        scores = key_scores(own_query, live, k_code, k_lut, k_groups, k_scale, k_offset, k_centre, k_channel_scale,
+                            unit, token, ROWS, BLOCK, K, KEYS, EXACT)  # fmt: skip
         if KEYS.plain_dim:
             rest = tl.load(k_plain + unit * KEYS.plain + token[None, :] * KEYS.plain_dim + plain[:, None],
                            mask=(token >= 0)[None, :] & has_plain[:, None], other=0)  # fmt: skip
-            scores += _multiply(q_plain, rest.to(tl.float32), EXACT)
-        at = block * BLOCK + tl.arange(0, BLOCK)
+            scores += multiply(q_plain, rest.to(tl.float32), EXACT)
+        at = page * KEYS.page_size + token
         visible = at[None, :] < limit[:, None]
         if mask is not None:
             visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head,
                                 new - tl.load(first + sequence), position + at, visible)  # fmt: skip
         p, maximum, decay = _weigh(scores, visible, maximum, softcap, SOFTCAP)
         total = total * decay + tl.sum(p, 1)
-        v = coordinates(v_code, v_lut, v_bits, v_groups, v_scale, v_offset, v_centre, v_channel_scale, unit,
-                        token[:, None], v_channel[None, :], 1, not v_late, VALUES)  # fmt: skip
-        if v_late and v_scale is not None:
-            p *= tl.load(v_scale + unit * VALUES.scale + token).to(tl.float32)[None, :]
-        summed = summed * decay[:, None] + _multiply(p, v, EXACT)
+        summed = summed * decay[:, None] + weighted_values(
+            p, v_code, v_lut, v_bits, v_groups, v_scale, v_offset, v_centre, v_channel_scale, unit, token, channel,
+            block % blocks * BLOCK, BLOCK, VALUES, EXACT,
+        )  # fmt: skip
     to = split * TOKENS * HEADS + row
     tl.store(maxima + to, maximum, mask=live)
     tl.store(totals + to, total, mask=live)
-    tl.store(sums + to[:, None] * VALUES.code_dim + v_channel[None, :], summed,
-             mask=live[:, None] & (v_channel < VALUES.code_dim)[None, :])  # fmt: skip
+    tl.store(sums + to[:, None] * VALUES.code_dim + channel[None, :], summed,
+             mask=live[:, None] & (channel < VALUES.code_dim)[None, :])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["mask_columns", "mask_sequence", "mask_head", "mask_query"])
@@ -167,11 +150,11 @@ def attend_dense(
         if mask is not None:
             visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head,
                                 new - tl.load(first + sequence), origin + at, visible)  # fmt: skip
-        p, maximum, decay = _weigh(_multiply(q, k, EXACT), visible, maximum, softcap, SOFTCAP)
+        p, maximum, decay = _weigh(multiply(q, k, EXACT), visible, maximum, softcap, SOFTCAP)
         total = total * decay + tl.sum(p, 1)
         v = tl.load(value + at[:, None].to(tl.int64) * value_token + v_channel[None, :],
                     mask=there[:, None] & (v_channel < VALUE_DIM)[None, :], other=0).to(tl.float32)  # fmt: skip
-        summed = summed * decay[:, None] + _multiply(p, v, EXACT)
+        summed = summed * decay[:, None] + multiply(p, v, EXACT)
     tl.store(maxima + row, maximum, mask=live)
     tl.store(totals + row, total, mask=live)
     tl.store(sums + row[:, None] * VALUE_DIM + v_channel[None, :], summed,

@@ -1,4 +1,4 @@
-"""Pages read where they lie: what kvfold/quant/packing.py packs and kvfold/formats/page.py unfolds."""
+"""Pages read and written where they lie: what kvfold/quant/packing.py packs and kvfold/formats/page.py unfolds."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,14 @@ class Shape:
         P, and how many channels are read.
     tiles, all_bits
         Groups of 16 channels of a code, and the sum of their bits; 0 if "codes" are float16 numbers.
+    runs
+        Groups with equal bits: (the first, how many: a power of two, bits, the sum of bits before).
     planes
         Widths of planes that occur, added up.
     even
         Bits of every group; 0 if they differ.
     token_lanes
-        Whether lanes are tokens, as keys have it.
+        Whether lanes are tokens: those of keys are, and of values that are a view of keys.
     levels
         Entries of each group's table.
     groups
@@ -33,13 +35,14 @@ class Shape:
     unit_levels
         Whether levels of a token are brought to length 1.
     code, scale, offset, centre, plain
-        From unit to unit, in elements.
+        From unit to unit: words of 32 bits for codes, elements for the others.
     """
 
     page_size: int
     code_dim: int
     tiles: int
     all_bits: int
+    runs: tuple[tuple[int, int, int, int], ...]
     planes: int
     even: int
     token_lanes: bool
@@ -56,73 +59,114 @@ class Shape:
 
 
 @triton.jit
-def _plane(code, at, slot, field, bits, valid, WIDTH: tl.constexpr):
-    """The plane of WIDTH bits, moved to its place in the code; 0 where codes have none."""
+def _word(tile, bits, inside, WIDTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr):
+    """The word of a lane in vector VECTOR of the plane of WIDTH bits, `tile` where the lane's words begin."""
+    if EVEN > 0:
+        return tl.load(tile + 8 * (EVEN // (2 * WIDTH) * (2 * WIDTH)) + 16 * VECTOR, mask=inside, other=0)
+    has = inside & (bits // WIDTH % 2 == 1)
+    return tl.load(tile + 8 * (bits // (2 * WIDTH) * (2 * WIDTH)) + 16 * VECTOR, mask=has, other=0)
+
+
+@triton.jit
+def _plane(first, second, third, fourth, shift, bits, WIDTH: tl.constexpr):
+    """16 steps of a plane from the words of their four fields, (A, B, 16), at their place in the code."""
+    words = tl.join(tl.join(first, third), tl.join(second, fourth))
+    words = tl.join(tl.join(words, words), tl.join(words, words))  # each thread has all steps of its words
+    steps = tl.reshape(words, (first.shape[0], first.shape[1], 16)) >> shift[None, None, :]
+    return (steps & (2**WIDTH - 1)) << (bits // (2 * WIDTH) * (2 * WIDTH))
+
+
+@triton.jit
+def _look_up(table, code):
+    """table[code] of (A, B, 2, …): in parts (A, B), as one load of all would have other threads look up."""
+    a, b = tl.split(code)
+    if len(code.shape) == 3:  # the compiler goes on after a return, so: else
+        return tl.join(tl.load(table + a), tl.load(table + b))
+    else:
+        return tl.join(_look_up(table, a), _look_up(table, b))
+
+
+@triton.jit
+def tile_levels(tile, lane, table, bits, inside, EVEN: tl.constexpr, PLANES: tl.constexpr):
+    """lut[code] of tiles (A, B) with one lane each, as (16 · A, B), a tile's steps one after the other.
+
+    Each word is read once. tile: where each tile's words begin; table: each one's levels; bits: of each tile if EVEN
+    is 0, else EVEN; inside: which are there. All but EVEN and PLANES broadcast to (A, B).
+    """
+    own = tile + lane
+    step = tl.arange(0, 16)
+    field, byte = step // 4, step % 4 * 8
+    wide = bits if EVEN > 0 else bits[:, :, None]
+    code = tl.zeros((own.shape[0], own.shape[1], 16), tl.int32)
+    if PLANES & 8:
+        a, b = _word(own, bits, inside, 8, 0, EVEN), _word(own, bits, inside, 8, 1, EVEN)
+        c, d = _word(own, bits, inside, 8, 2, EVEN), _word(own, bits, inside, 8, 3, EVEN)
+        code |= _plane(a, b, c, d, byte, wide, 8)
+    if PLANES & 4:
+        a, b = _word(own, bits, inside, 4, 0, EVEN), _word(own, bits, inside, 4, 1, EVEN)
+        code |= _plane(a, a, b, b, byte + field % 2 * 4, wide, 4)
+    if PLANES & 2:
+        a = _word(own, bits, inside, 2, 0, EVEN)
+        code |= _plane(a, a, a, a, byte + field * 2, wide, 2)
+    if PLANES & 1:  # a word for two lanes
+        a = _word(tile + lane % 8, bits, inside, 1, 0, EVEN) >> (lane // 8 * 4)
+        code |= _plane(a, a, a, a, byte + field, wide, 1)
+    level = _look_up(table, tl.reshape(code, (own.shape[0], own.shape[1], 2, 2, 2, 2)))
+    return tl.reshape(tl.permute(level, (0, 2, 3, 4, 5, 1)), (16 * own.shape[0], own.shape[1]))
+
+
+@triton.jit
+def _store_plane(to, tiles, bits, there, WIDTH: tl.constexpr):
+    """Bytes of one plane of tiles (tokens, lane, channels, field, j), `to` (tokens, channels) in tiles."""
+    TOKENS: tl.constexpr = tiles.shape[0]
+    CHANNELS: tl.constexpr = tiles.shape[2]
     above = bits // (2 * WIDTH) * (2 * WIDTH)  # bits in wider planes, which come first and are lower
+    plane = (tiles >> above[None, None, :, None, None]) & (2**WIDTH - 1)
+    to += 32 * above[None, :]
+    has = there & (bits // WIDTH % 2 == 1)[None, :]
+    j = tl.arange(0, 4)
     if WIDTH == 1:
-        byte, shift = slot % 32, slot // 32 * 4 + field
+        shift = 4 * tl.arange(0, 2)[:, None, None, None, None] + tl.arange(0, 4)[:, None]
+        bytes = tl.sum(tl.sum(tl.reshape(plane, (TOKENS, 2, 8, CHANNELS, 4, 4)) << shift[None], 4), 1)
+        at = 4 * tl.arange(0, 8)[:, None, None] + j
+        tl.store(to[:, None, :, None] + at[None], bytes.to(tl.uint8), mask=has[:, None, :, None])
     else:
-        byte, shift = field * WIDTH // 8 * 64 + slot, field % (8 // WIDTH) * WIDTH
-    has = valid & (bits // WIDTH % 2 == 1)
-    raw = tl.load(code + at + 32 * above + byte, mask=has, other=0).to(tl.int32)
-    return ((raw >> shift) & (2**WIDTH - 1)) << above
+        VECTORS: tl.constexpr = WIDTH // 2
+        FIELDS: tl.constexpr = 8 // WIDTH
+        shift = WIDTH * tl.arange(0, FIELDS)[:, None]
+        whole = tl.reshape(plane, (TOKENS, 16, CHANNELS, VECTORS, FIELDS, 4)) << shift[None, None, None, None]
+        at = 4 * tl.arange(0, 16)[:, None, None, None] + 64 * tl.arange(0, VECTORS)[:, None] + j
+        bytes = tl.sum(whole, 4).to(tl.uint8)
+        tl.store(to[:, None, :, None, None] + at[None], bytes, mask=has[:, None, :, None, None])
 
 
 @triton.jit
-def read_codes(code, bits_of, token, channel, valid, SHAPE: tl.constexpr):
-    """Codes of `token` and `channel`, which broadcast, of the page at `code`."""
-    group = channel // 16
-    if SHAPE.even > 0:
-        bits = tl.zeros_like(group) + SHAPE.even
-        before = group * SHAPE.even
-    else:
-        bits = tl.load(bits_of + group, mask=group < SHAPE.tiles, other=0)
-        before = tl.load(bits_of + SHAPE.tiles + group, mask=group < SHAPE.tiles, other=0)
-    if SHAPE.token_lanes:
-        lane, step = token % 16, channel % 16
-        at = 32 * (token // 16 * SHAPE.all_bits + before)
-    else:
-        lane, step = channel % 16, token % 16
-        at = 2 * SHAPE.page_size * before + token // 16 * 32 * bits
-    field, slot = step // 4, 4 * lane + step % 4
-    found = tl.zeros_like(slot + field)
-    if SHAPE.planes & 8:
-        found |= _plane(code, at, slot, field, bits, valid, 8)
-    if SHAPE.planes & 4:
-        found |= _plane(code, at, slot, field, bits, valid, 4)
-    if SHAPE.planes & 2:
-        found |= _plane(code, at, slot, field, bits, valid, 2)
-    if SHAPE.planes & 1:
-        found |= _plane(code, at, slot, field, bits, valid, 1)
-    return found
-
-
-@triton.jit
-def coordinates(
-    code, lut, bits_of, scale_group_of, scale, offset, centre, channel_scale, unit, token, channel,
-    CHANNELS: tl.constexpr, SCALED: tl.constexpr, SHAPE: tl.constexpr,
+def store_codes(
+    page, code, tile, group, bits_of,
+    PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
+    TOKEN_LANES: tl.constexpr,
 ):  # fmt: skip
-    """z + a + s · S ⊙ lut[code] of a unit in float32, channels along the axis CHANNELS; without s, unless SCALED."""
-    valid = (token >= 0) & (channel < SHAPE.code_dim)
-    at = code + unit * SHAPE.code
-    if SHAPE.all_bits == 0:
-        y = tl.load(at + token * SHAPE.code_dim + channel, mask=valid, other=0).to(tl.float32)
+    """Pack int32 codes (tokens, channels), whole tiles from `tile` and `group` on, into the page at `page`."""
+    TOKENS: tl.constexpr = code.shape[0] // 16
+    CHANNELS: tl.constexpr = code.shape[1] // 16
+    if TOKEN_LANES:
+        tiles = tl.reshape(code, (TOKENS, 16, CHANNELS, 4, 4))
     else:
-        index = read_codes(at, bits_of, token, channel, valid, SHAPE) + channel // 16 * SHAPE.levels
-        y = tl.load(lut + index, mask=valid, other=0)
-    if SHAPE.unit_levels:
-        y = y / tl.sqrt(tl.maximum(tl.sum(y * y, CHANNELS, keep_dims=True), 1e-30))
-    centred = channel < SHAPE.centre_dim
-    if channel_scale is not None:
-        y *= tl.load(channel_scale + unit * SHAPE.centre + channel, mask=centred, other=1).to(tl.float32)
-    if SHAPE.groups > 1:
-        group = tl.load(scale_group_of + channel // 16, mask=channel < SHAPE.code_dim, other=0)
+        tiles = tl.permute(tl.reshape(code, (TOKENS, 4, 4, CHANNELS, 16)), (0, 4, 3, 1, 2))
+    tile += tl.arange(0, TOKENS)[:, None]
+    group += tl.arange(0, CHANNELS)
+    bits = tl.load(bits_of + group, mask=group < TILES, other=0)
+    before = tl.load(bits_of + TILES + group, mask=group < TILES, other=0)[None, :]
+    if TOKEN_LANES:
+        to = page + 32 * (tile * ALL_BITS + before)
     else:
-        group = tl.zeros_like(channel)
-    if SCALED and scale is not None:
-        y *= tl.load(scale + unit * SHAPE.scale + token * SHAPE.groups + group, mask=valid, other=0).to(tl.float32)
-    if offset is not None:
-        y += tl.load(offset + unit * SHAPE.offset + token * SHAPE.groups + group, mask=valid, other=0).to(tl.float32)
-    if centre is not None:
-        y += tl.load(centre + unit * SHAPE.centre + channel, mask=centred, other=0).to(tl.float32)
-    return y
+        to = page + 2 * PAGE_SIZE * before + 32 * tile * bits[None, :]
+    there = tile * 16 < PAGE_SIZE
+    if PLANES & 8:
+        _store_plane(to, tiles, bits, there, 8)
+    if PLANES & 4:
+        _store_plane(to, tiles, bits, there, 4)
+    if PLANES & 2:
+        _store_plane(to, tiles, bits, there, 2)
+    if PLANES & 1:
+        _store_plane(to, tiles, bits, there, 1)

@@ -1,14 +1,21 @@
-"""Folding on GPUs: the kernels behind kvfold/kernels/ops.py, whose truths are in kvfold/quant."""
+"""Folding on GPUs: the kernels behind kvfold/kernels/ops.py, whose truths are in kvfold/quant.
+
+A page is read once and written as it is stored; what is in between stays in registers.
+"""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import or_
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.ops import heads_of, order_of_heads
 from kvfold.kernels.triton import on_its_device
+from kvfold.kernels.triton.codes import store_codes
 from kvfold.quant.packing import TILE, Lanes, code_bytes, padded
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
@@ -16,49 +23,17 @@ from kvfold.quant.tables import on
 
 
 @triton.jit
-def _pack_plane(codes, packed, at, bits, group, tile, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                TOKEN_LANES: tl.constexpr, stride, WIDTH: tl.constexpr):  # fmt: skip
-    """Bytes of one plane of a group's tiles."""
-    above = bits // (2 * WIDTH) * (2 * WIDTH)
-    byte = tl.arange(0, 32 * WIDTH)[None, :]
-    whole = tl.zeros_like(tile + byte)
-    for k in tl.static_range(8 // WIDTH):
-        if WIDTH == 1:
-            field, slot = k % 4, byte + 32 * (k // 4)
-        else:
-            field, slot = byte // 64 * (8 // WIDTH) + k, byte % 64
-        lane, step = slot // 4, 4 * field + slot % 4
-        if TOKEN_LANES:
-            token, channel = tile * 16 + lane, group * 16 + step
-        else:
-            token, channel = tile * 16 + step, group * 16 + lane
-        code = tl.load(codes + token * DIM + channel, mask=(token < PAGE_SIZE) & (channel < DIM), other=0).to(tl.int32)
-        whole |= ((code >> above) & (2**WIDTH - 1)) << (k * WIDTH)
-    to = packed + at + tile * stride + 32 * above + byte
-    tl.store(to, whole.to(tl.uint8), mask=(tile * 16 < PAGE_SIZE) & (byte >= 0))
-
-
-@triton.jit
-def _pack(codes, packed, bits_of, page_bytes, groups, all_bits, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-          TOKEN_LANES: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """One group of 16 channels of a page."""
-    page, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    bits, before = tl.load(bits_of + group), tl.load(bits_of + groups + group)
-    if TOKEN_LANES:
-        at, stride = 32 * before, 32 * all_bits
-    else:
-        at, stride = 2 * PAGE_SIZE * before, 32 * bits
-    tile = tl.arange(0, TILES)[:, None]
-    codes += page * PAGE_SIZE * DIM
-    packed += page * page_bytes
-    if bits // 8 % 2 == 1:
-        _pack_plane(codes, packed, at, bits, group, tile, DIM, PAGE_SIZE, TOKEN_LANES, stride, 8)
-    if bits // 4 % 2 == 1:
-        _pack_plane(codes, packed, at, bits, group, tile, DIM, PAGE_SIZE, TOKEN_LANES, stride, 4)
-    if bits // 2 % 2 == 1:
-        _pack_plane(codes, packed, at, bits, group, tile, DIM, PAGE_SIZE, TOKEN_LANES, stride, 2)
-    if bits % 2 == 1:
-        _pack_plane(codes, packed, at, bits, group, tile, DIM, PAGE_SIZE, TOKEN_LANES, stride, 1)
+def _pack(
+    codes, packed, bits_of, page_bytes,
+    DIM: tl.constexpr, CHANNELS: tl.constexpr, PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr,
+    PLANES: tl.constexpr, TOKEN_LANES: tl.constexpr,
+):  # fmt: skip
+    """16 tokens of a page."""
+    page, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, channel = tile * 16 + tl.arange(0, 16)[:, None], tl.arange(0, CHANNELS)[None, :]
+    code = tl.load(codes + (page * PAGE_SIZE + token) * DIM + channel, mask=channel < DIM, other=0)
+    store_codes(packed + page * page_bytes, code.to(tl.int32), tile, 0, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES,
+                TOKEN_LANES)  # fmt: skip
 
 
 @on_its_device
@@ -69,11 +44,17 @@ def pack(codes: Tensor, bits: Sequence[int], lanes: Lanes) -> Tensor:
     packed = codes.new_empty((*codes.shape[:-2], code_bytes(page_size, bits)))
     pages = codes.shape[:-2].numel()
     if pages:
-        _pack[(pages, len(bits))](
-            codes, packed, bits_table(tuple(bits), codes.device), packed.shape[-1], len(bits), sum(bits), DIM=dim,
-            PAGE_SIZE=page_size, TOKEN_LANES=lanes == "tokens", TILES=triton.next_power_of_2(page_size // TILE),
+        _pack[pages, page_size // TILE](
+            codes, packed, bits_table(tuple(bits), codes.device), packed.shape[-1], DIM=dim,
+            CHANNELS=triton.next_power_of_2(padded(dim)), **_places(bits, lanes, page_size),
         )  # fmt: skip
     return packed
+
+
+def _places(bits: Sequence[int], lanes: Lanes, page_size: int) -> dict[str, Any]:
+    """What `store_codes` is compiled for."""
+    return {"PAGE_SIZE": page_size, "TILES": len(bits), "ALL_BITS": sum(bits), "PLANES": reduce(or_, bits),
+            "TOKEN_LANES": lanes == "tokens"}  # fmt: skip
 
 
 @cache
@@ -83,23 +64,40 @@ def bits_table(bits: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([bits, before], dtype=torch.int32, device=device)
 
 
-@triton.jit(do_not_specialize=["slot", "tokens", "pages"])
-def _encode(
-    y, edges, levels, code, scale, centre, slot, tokens, pages,
-    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, RULE: tl.constexpr, CENTRED: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _rotated(x, matrix, at, there, by_token, channel, IN: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr):
+    """R·x of the tokens `at`, float32, (tokens, channels); 0 for those that are not there."""
+    y = tl.zeros([at.shape[0], channel.shape[0]], tl.float32)
+    for start in range(0, IN, STEP):
+        k = start + tl.arange(0, STEP)
+        own = tl.load(x + at.to(tl.int64)[:, None] * by_token + k[None, :], mask=there[:, None] & (k < IN)[None, :],
+                      other=0)  # fmt: skip
+        rows = tl.load(matrix + channel[None, :] * IN + k[:, None], mask=(channel < DIM)[None, :] & (k < IN)[:, None],
+                       other=0)  # fmt: skip
+        y += tl.dot(own.to(tl.float32), rows, input_precision="ieee")
+    return y
+
+
+@triton.jit(do_not_specialize=["slot", "tokens", "pages", "heads", "by_row", "by_head", "page_bytes"])
+def _fold_rotated(
+    x, matrix, edges, levels, bits_of, code, scale, centre, slot, tokens, pages, heads, by_row, by_head, by_token,
+    page_bytes,
+    IN: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, RULE: tl.constexpr, CENTRED: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
+    TOKEN_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and centre of one page of rotated vectors, which begin at `slot` of their first page."""
+    """One page of tokens of one head, which begin at `slot` of their first page; `kvfold.quant.rotated.encode`."""
     page = tl.program_id(0).to(tl.int64)
     row, number = page // pages, page % pages
+    x += row // heads * by_row + row % heads * by_head
     channel, offset = tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
     real = (channel < DIM)[None, :]
-    y += row * tokens * DIM
     middle = tl.zeros([CHANNELS], tl.float32)
     if CENTRED:
         for block in range(0, PAGE_SIZE, BLOCK):
             at = number * PAGE_SIZE + block + offset
-            middle += tl.sum(tl.load(y + at[:, None] * DIM + channel[None, :], mask=real, other=0), 0)
+            middle += tl.sum(_rotated(x, matrix, at, at >= 0, by_token, channel, IN, DIM, STEP), 0)
         stored = (middle / PAGE_SIZE).to(tl.float16)
         tl.store(centre + page * DIM + channel, stored, mask=channel < DIM)
         middle = stored.to(tl.float32)  # from the centre as stored
@@ -107,7 +105,7 @@ def _encode(
         own = block + offset
         at = number * PAGE_SIZE + own - slot
         there = (at >= 0) & (at < tokens)
-        v = tl.load(y + at[:, None] * DIM + channel[None, :], mask=there[:, None] & real, other=0)
+        v = _rotated(x, matrix, at, there, by_token, channel, IN, DIM, STEP)
         v = tl.where(there[:, None] & real, v - middle[None, :], 0.0)
         square = tl.sum(v * v, 1)
         unit = v / tl.maximum(tl.sqrt(square), 1.1754943508222875e-38)[:, None]
@@ -127,52 +125,71 @@ def _encode(
             else:
                 above, below = square, product
             s = tl.where((above != 0) & (below != 0), above / tl.where(below != 0, below, 1.0), 0.0)
-        to = page * PAGE_SIZE + own
-        found = tl.where(there[:, None], found, 0)
-        tl.store(code + to[:, None] * DIM + channel[None, :], found.to(tl.uint8), mask=real)
-        tl.store(scale + to, tl.where(there, s, 0.0).to(tl.float16))
+        tl.store(scale + page * PAGE_SIZE + own, tl.where(there, s, 0.0).to(tl.float16))
+        found = tl.where(there[:, None] & real, found, 0)
+        store_codes(code + page * page_bytes, found, block // 16, 0, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES,
+                    TOKEN_LANES)  # fmt: skip
 
 
 @on_its_device
 def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int) -> tuple[Tensor, Tensor, Tensor]:
     """`kvfold.kernels.ops.fold_rotated`: packed codes, scales, and centres if there are any."""
     assert how.rule in SCALE_RULES
-    y = how.transform.apply(x.float()).contiguous()
-    tokens, dim = y.shape[-2:]
+    matrix, levels = on(x.device, how.transform.matrix), on(x.device, how.levels)
+    dim, bits = matrix.shape[0], (how.bits,) * (padded(matrix.shape[0]) // TILE)
+    lead, flat = x.shape[:-2], heads_of(x)
+    tokens = x.shape[-2]
     pages = -(-(slot + tokens) // page_size)
-    lead = (*y.shape[:-2], pages)
-    code = y.new_empty((*lead, page_size, dim), dtype=torch.uint8)
-    scale = y.new_empty((*lead, page_size), dtype=torch.float16)
-    centre = y.new_empty((*lead, dim) if how.centred else (0,), dtype=torch.float16)
-    levels = on(y.device, how.levels)
-    count = code.shape[:-2].numel()
-    if count:
-        _encode[(count,)](
-            y, 0.5 * (levels[1:] + levels[:-1]), levels, code, scale, centre, slot, tokens, pages, DIM=dim,
-            PAGE_SIZE=page_size, BITS=how.bits, RULE=how.rule, CENTRED=how.centred,
-            CHANNELS=triton.next_power_of_2(dim), BLOCK=TILE,
+    code = x.new_empty((*lead, pages, code_bytes(page_size, bits)), dtype=torch.uint8)
+    scale = x.new_empty((*lead, pages, page_size), dtype=torch.float16)
+    centre = x.new_empty((*lead, pages, dim) if how.centred else (0,), dtype=torch.float16)
+    channels = triton.next_power_of_2(padded(dim))
+    if scale.numel():
+        _fold_rotated[(scale.shape[:-1].numel(),)](
+            flat, matrix, 0.5 * (levels[1:] + levels[:-1]), levels, bits_table(bits, x.device), code, scale, centre,
+            slot, tokens, pages, flat.shape[1], *flat.stride()[:3], code.shape[-1], IN=matrix.shape[1], DIM=dim,
+            BITS=how.bits, RULE=how.rule, CENTRED=how.centred, CHANNELS=channels,
+            BLOCK=min(page_size & -page_size, max(4096 // channels, TILE), 64), STEP=TILE,
+            **_places(bits, lanes, page_size),
         )  # fmt: skip
-    return pack(code, [how.bits] * (padded(dim) // TILE), lanes), scale, centre
+    return code, scale, centre
 
 
-@triton.jit
-def _closest_affine(
-    y, centre, scale, lut, bits_of, code, chosen, candidates,
-    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, LEVELS: tl.constexpr, TOKENS: tl.constexpr,
+@triton.jit(do_not_specialize=["pages", "heads", "by_row", "by_head", "order_row", "order_head", "page_bytes"])
+def _fold_channelwise(
+    x, order, lut, bits_of, code, centre, scale, pages, heads, by_row, by_head, by_token, order_row, order_head,
+    page_bytes,
+    DIM: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
+    TOKEN_LANES: tl.constexpr,
 ):  # fmt: skip
-    """One group of 16 channels of a page: the candidate with the least Σ e⁴."""
+    """One group of 16 channels of a page; `kvfold.quant.affine.encode`."""
     page, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, number = page // pages, page % pages
     token, channel = tl.arange(0, TOKENS)[:, None], group * 16 + tl.arange(0, 16)
-    there, real = (token < PAGE_SIZE) & (channel < DIM)[None, :], channel < DIM
+    real, source = channel < DIM, channel
+    held = (token < PAGE_SIZE) & (channel >= 0)[None, :]
+    there = held & real[None, :]
+    if order is not None:
+        order += row // heads * order_row + row % heads * order_head
+        source = tl.load(order + channel, mask=real, other=0).to(tl.int32)
+    x += row // heads * by_row + row % heads * by_head
+    v = tl.load(x + (number * PAGE_SIZE + token) * by_token + source[None, :], mask=there, other=0).to(tl.float32)
+    mean = tl.sum(v, 0) / PAGE_SIZE
+    low, high = tl.min(tl.where(held, v, float("inf")), 0), tl.max(tl.where(held, v, float("-inf")), 0)
+    about = tl.where(there, v - mean[None, :], 0.0)
+    variance = tl.sum(about * about, 0) / PAGE_SIZE
     bits = tl.load(bits_of + group)
-    at = (page * PAGE_SIZE + token) * DIM + channel[None, :]
-    v = tl.load(y + at, mask=there, other=0)
     lut += group * LEVELS
+    top = tl.load(lut + (1 << bits) - 1)
     best = tl.full([16], float("inf"), tl.float32)
-    best_code, best_candidate = tl.zeros([TOKENS, 16], tl.int32), tl.zeros([16], tl.int32)
-    for k in range(candidates):
-        own = (page * candidates + k) * DIM + channel
-        z, s = tl.load(centre + own, mask=real, other=0), tl.load(scale + own, mask=real, other=0)
+    best_centre, best_scale = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
+    best_code = tl.zeros([TOKENS, 16], tl.int32)
+    for k in range(2 * STEPS):
+        z = tl.where(k < STEPS, mean, 0.5 * (low + high)).to(tl.float16).to(tl.float32)
+        deviation = tl.sqrt(variance + (z - mean) * (z - mean))
+        reach = tl.maximum(tl.maximum(high - z, z - low) / top, deviation)
+        s = (deviation + (reach - deviation) * ((k % STEPS) / (STEPS - 1))).to(tl.float16).to(tl.float32)
         rest = tl.where(there, v - z[None, :], 0.0)
         unit = rest * (1 / tl.maximum(s, 5.9604644775390625e-08))[None, :]  # the smallest float16
         found = tl.zeros([TOKENS, 16], tl.int32)
@@ -182,24 +199,33 @@ def _closest_affine(
             found += tl.where(unit > 0.5 * (tl.load(below) + tl.load(below + 1)), half, 0)
         error = tl.where(there, rest - s[None, :] * tl.load(lut + found), 0.0)
         loss = tl.sum(error * error * (error * error), 0)
-        better = loss < best
-        best = tl.where(better, loss, best)
+        better = (loss < best) | (k == 0)
+        best, best_centre, best_scale = (
+            tl.where(better, loss, best),
+            tl.where(better, z, best_centre),
+            tl.where(better, s, best_scale),
+        )
         best_code = tl.where(better[None, :], found, best_code)
-        best_candidate = tl.where(better, k, best_candidate)
-    tl.store(code + at, best_code.to(tl.uint8), mask=there)
-    tl.store(chosen + page * DIM + channel, best_candidate.to(tl.uint8), mask=real)
+    tl.store(centre + page * DIM + channel, best_centre.to(tl.float16), mask=real)
+    tl.store(scale + page * DIM + channel, best_scale.to(tl.float16), mask=real)
+    best_code = tl.where(there, best_code, 0)
+    store_codes(code + page * page_bytes, best_code, 0, group, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES, TOKEN_LANES)
 
 
 @on_its_device
-def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`kvfold.quant.affine.closest_affine`."""
-    y, centre, scale, lut = (t.float().contiguous() for t in (y, centre, scale, lut))
-    pages, page_size, dim = y.shape
-    code = y.new_empty(y.shape, dtype=torch.uint8)
-    chosen = y.new_empty((pages, dim), dtype=torch.uint8)
-    if pages:
-        _closest_affine[(pages, len(bits))](
-            y, centre, scale, lut, bits_table(tuple(bits), y.device), code, chosen, centre.shape[1], DIM=dim,
-            PAGE_SIZE=page_size, LEVELS=lut.shape[1], TOKENS=triton.next_power_of_2(page_size),
+def fold_channelwise(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, lanes: Lanes, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kvfold.kernels.ops.fold_channelwise`: packed codes, centres and scales."""
+    dim, lead, flat, lut = x.shape[-1], x.shape[:-2], heads_of(x), on(x.device, lut)
+    pages = x.shape[-2] // page_size
+    code = x.new_empty((*lead, pages, code_bytes(page_size, bits)), dtype=torch.uint8)
+    centre, scale = (x.new_empty((*lead, pages, dim), dtype=torch.float16) for _ in range(2))
+    order, *order_strides = order_of_heads(None if order is None else on(x.device, order), flat)
+    if centre.numel():
+        _fold_channelwise[centre.shape[:-1].numel(), len(bits)](
+            flat, order, lut, bits_table(tuple(bits), x.device), code, centre, scale, pages, flat.shape[1],
+            *flat.stride()[:3], *order_strides, code.shape[-1], DIM=dim, LEVELS=lut.shape[1], STEPS=steps,
+            TOKENS=triton.next_power_of_2(page_size), **_places(bits, lanes, page_size),
         )  # fmt: skip
-    return code, chosen
+    return code, centre, scale

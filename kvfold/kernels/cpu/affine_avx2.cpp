@@ -1,2 +1,0 @@
-#define KVFOLD_ISA avx2
-#include "affine_impl.h"

@@ -1,2 +1,0 @@
-#define KVFOLD_ISA avx512
-#include "affine_impl.h"

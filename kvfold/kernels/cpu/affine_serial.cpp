@@ -1,2 +1,0 @@
-#define KVFOLD_ISA serial
-#include "affine_impl.h"

@@ -1,0 +1,2 @@
+#define KVFOLD_ISA avx512
+#include "channelwise_impl.h"

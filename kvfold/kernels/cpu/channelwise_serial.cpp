@@ -1,0 +1,2 @@
+#define KVFOLD_ISA serial
+#include "channelwise_impl.h"

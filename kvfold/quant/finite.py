@@ -1,0 +1,11 @@
+"""Whether numbers are finite."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+
+def finite(x: Tensor) -> bool:
+    """Whether no element is NaN or infinite. Usually the sum tells, which is quicker than to look at each."""
+    return isfinite(x.sum(dtype=torch.float32).item()) or bool(x.isfinite().all())
