@@ -1,14 +1,17 @@
 """Folded attention on a GPU: right, how fast, and how much memory; in one call of under five minutes.
 
-check   Every format's kernels against the reference in float64, over prompts, chunks and single tokens. Nothing else
-        runs if this fails.
+check   Kernels against the reference in float64, over prompts, chunks and single tokens: every format, head_dim 64 to
+        256, latent keys of 576 channels, masks and soft caps, an engine's pool; the same inputs twice; and pages
+        folded here against those that the CPU folds. Nothing else runs if this fails.
 decode  One new token of each of a batch of sequences: folded attention beside the fastest of torch's dense kernels in
-        bfloat16, both replayed as CUDA graphs, so that the GPU's time is what counts. "of copy" is the rate at which
-        the folded bytes are read, over the rate at which a copy on the same GPU reads and writes.
+        bfloat16, both replayed as CUDA graphs, so that the GPU's time is what counts, and over as many caches in turn
+        as no second-level cache holds. "of copy" is the rate at which the folded bytes are read, over the rate at which
+        a copy on the same GPU reads and writes.
 fold    Vectors a second, as prompts fold them.
 model   Decoding by a random model of Qwen3-8B's shape, with as many layers as memory has room for, folded beside a
-        dense cache in bfloat16; the most memory that was allocated beside the weights.
-report  Registers and spilled bytes of the main kernels.
+        dense cache in bfloat16; the share of folding, which comes with every 64th token; the most memory that was
+        allocated beside the weights.
+report  Registers and spilled bytes of the kernels that ran.
 
     python benchmarks/gpu.py [--json FILE] [--parts check,decode] [--formats kvfold-4,turboquant-4]
 
@@ -16,26 +19,35 @@ Without a GPU only `check` runs, in Triton's interpreter (TRITON_INTERPRET=1), o
 """
 
 import argparse
+import copy
+import datetime
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention import attend
+from kvfold.attention.paged import PagedAttention
 from kvfold.cache.layer import LayerCache
+from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, plan
 from kvfold.cache.report import held_bytes
 from kvfold.evaluate.quality import versions
-from kvfold.formats import FORMATS, get_formats
+from kvfold.formats import FORMATS, KeyStatistics, get_formats
+
+Row = dict[str, Any]
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -58,38 +70,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
     parser.add_argument("--formats", default="kvfold-4,turboquant-4,kvfold-2", help="to time; check has its own")
-    parser.add_argument("--json", type=Path, help="also write all rows to this file")
+    parser.add_argument("--json", type=Path, help="also write all rows to this file, each as soon as it is there")
     args = parser.parse_args()
-    parts = args.parts.split(",")
+    parts, formats = args.parts.split(","), args.formats.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     if not GPU and parts != ["check"]:
         parser.error(f"--parts {args.parts}: there is no GPU here, only --parts check runs without one")
     machine = torch.cuda.get_device_name() if GPU else "no GPU: Triton's interpreter"
-    console.print(f"{machine}; {', '.join(f'{k} {v}' for k, v in versions().items())}")
-    found: dict[str, Any] = {"machine": machine, "versions": versions()}
-    runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    told = versions() | {"triton": triton.__version__, "cuda": torch.version.cuda or torch.version.hip or "none"}
+    found: dict[str, Any] = {"machine": machine, "date": str(datetime.date.today()), "versions": told}
+    console.print(f"{machine}; {found['date']}; {', '.join(f'{k} {v}' for k, v in told.items())}")
+    runs: dict[str, Callable[[], Iterator[Row]]] = {
         "check": check,
-        "decode": lambda: decode(args.formats.split(",")),
-        "fold": lambda: fold(args.formats.split(",")),
-        "model": lambda: model(args.formats.split(",")[0]),
+        "decode": lambda: decode(formats),
+        "fold": lambda: fold(formats),
+        "model": lambda: model(formats[0]),
         "report": report,
     }
     for part in PARTS:
         if part not in parts:
             continue
-        start = time.perf_counter()
-        rows = found[part] = runs[part]()
+        start, rows = time.perf_counter(), found.setdefault(part, [])
+        for row in runs[part]():
+            rows.append(row)
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=2))
         show(part, rows, time.perf_counter() - start)
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=2))
         if part == "check" and not all(row["right"] for row in rows):
             sys.exit("kernels are wrong: nothing is timed")
 
 
-def show(part: str, rows: list[dict[str, Any]], seconds: float) -> None:
+def show(part: str, rows: list[Row], seconds: float) -> None:
     table = Table(title=f"{part} ({seconds:.0f} s)")
-    for name in rows[0]:
+    for name in rows[0] if rows else ():
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
         table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
@@ -98,95 +112,165 @@ def show(part: str, rows: list[dict[str, Any]], seconds: float) -> None:
 
 # --- check ------------------------------------------------------------------------------------------------------------
 
-
-def check() -> list[dict[str, Any]]:
-    rows = []
-    dims = (64, 80, 128, 256) if GPU else (64,)
-    names = dict.fromkeys((*FORMATS, "turboquant-4+qjl", "affine-4g32", "uniform-4", "q8_0", "turboquant-2.5"))
-    for name in names:
-        for dim in dims:
-            for dtype, tolerance in TOLERANCE.items():
-                try:
-                    get_formats(name, dim, dim)
-                except ValueError:
-                    continue  # not for this head_dim
-                error = worst_error(name, dim, dtype, (1000, 1, 100) if GPU else (290, 1))
-                rows.append({"format": name, "head_dim": dim, "dtype": str(dtype).removeprefix("torch."),
-                             "error": error, "right": error < tolerance})  # fmt: skip
-    return rows
+CHUNKS = (1_000, 1, 100) if GPU else (290, 1)
 
 
-def worst_error(name: str, dim: int, dtype: torch.dtype, chunks: tuple[int, ...]) -> float:
-    """Of a prompt, a token and a chunk: the largest relative error beside the reference in float64."""
-    batch, kv_heads, repeat, tokens = 2, 2, 3, sum(chunks)
+def check() -> Iterator[Row]:
+    every = dict.fromkeys((*FORMATS, "turboquant-4+qjl", "affine-4g32", "uniform-4", "q8_0", "turboquant-2.5"))
+    jobs: list[tuple[str, torch.dtype, dict[str, Any]]] = [(name, torch.bfloat16, {}) for name in every]
+    for name in ("kvfold-4", "turboquant-4"):
+        for dtype in TOLERANCE:
+            jobs += [(name, dtype, {"dim": dim}) for dim in ((64, 80, 256) if GPU else (64,))]
+            jobs.append((name, dtype, {"attention": {"softcap": 5.0}, "masked": True}))
+    jobs.append(("turboquant-4", torch.bfloat16, {"dim": 576, "value_dim": 512, "kv_heads": 1, "repeat": 16}))
+    for name, dtype, shape in track(jobs, "checking", console=console, transient=True):
+        try:
+            get_formats(name, shape.get("dim", DIM), shape.get("value_dim", shape.get("dim", DIM)))
+        except ValueError:
+            continue  # not for this head_dim
+        error, same = worst_error(name, dtype, **shape)
+        what = ", ".join(f"{k} {v}" for k, v in shape.items()) or f"dim {DIM}"
+        yield row_of(f"{name}, {what}", str(dtype).removeprefix("torch."), error, TOLERANCE[dtype], same)
+    for name in ("kvfold-4", "turboquant-4"):
+        yield row_of(f"{name}, an engine's pool", "bfloat16", *pool_error(name), same=True)
+        yield row_of(f"{name}, pages beside the CPU's", "float32", *fold_error(name), same=True)
+
+
+def row_of(what: str, dtype: str, error: float, tolerance: float, same: bool) -> Row:
+    return {"what": what, "dtype": dtype, "error": error, "same again": same, "right": error < tolerance and same}
+
+
+def distance(found: Tensor, true: Tensor) -> float:
+    return ((found.double() - true.double()).norm() / true.double().norm()).item()
+
+
+def worst_error(
+    name: str, dtype: torch.dtype, dim: int = DIM, value_dim: int | None = None, kv_heads: int = 2, repeat: int = 3,
+    attention: dict[str, float] | None = None, masked: bool = False,
+) -> tuple[float, bool]:  # fmt: skip
+    """Of a prompt, a token and a chunk: the largest relative error beside the reference in float64, and whether a
+    second call gives the same bits."""
+    batch, tokens, options = 2, sum(CHUNKS), attention or {}
     torch.manual_seed(0)
     key = torch.randn(batch, kv_heads, tokens, dim, device=DEVICE) + 2 * torch.randn(dim, device=DEVICE)
-    value = torch.randn_like(key)
+    value = torch.randn_like(key)[..., :value_dim]
     query = torch.randn(batch, kv_heads * repeat, tokens, dim, device=DEVICE)
     key, value, query = (x.to(dtype) for x in (key, value, query))
-    cache, done, worst = LayerCache(name), 0, 0.0
-    for n in chunks:
+    cache, done, worst, same = LayerCache(name, values_of_keys=value_dim is not None), 0, 0.0, True
+    if value_dim is not None:
+        value = key[..., :value_dim]
+    for n in CHUNKS:
         part = slice(done, done + n)
-        new = cache.append(key[:, :, part], value[:, :, part])
-        out = attend(query[:, :, part], new, scaling=dim**-0.5, backend="triton").double()
-        true = attend(query[:, :, part].double(), new, scaling=dim**-0.5, backend="reference")
-        worst = max(worst, ((out - true).norm() / true.norm()).item())
         done += n
-    return worst
+        mask = torch.rand(batch, 1, n, done, device=DEVICE) < 0.7 if masked else None
+        new = cache.append(key[:, :, part], value[:, :, part])
+        own = query[:, :, part]
+        out, again = (attend(own, new, scaling=dim**-0.5, mask=mask, backend="triton", **options) for _ in range(2))
+        true = attend(own.double(), new, scaling=dim**-0.5, mask=mask, backend="reference", **options)
+        worst, same = max(worst, distance(out, true)), same and torch.equal(out, again)
+    return worst, same
+
+
+def pool_error(name: str) -> tuple[float, float]:
+    """Of a step of an engine with a long, a short and a new sequence, and what is too much."""
+    formats = get_formats(name, DIM, DIM)
+    layout = PageLayout(formats)
+    if formats.awaits_fit:
+        statistics = KeyStatistics(*torch.rand(2, 2, DIM, generator=torch.Generator().manual_seed(0)))
+        formats = formats.with_formats(formats.keys.fitted(statistics), formats.values)
+    size = layout.page_size
+    blocks = torch.zeros(64, 2, size, layout.slot_bytes(2) // 2, dtype=torch.bfloat16, device=DEVICE)
+    outs = []
+    lengths, new = [15 * size + 7, size - 1, 0], [1, 3, size + 5]
+    table = torch.arange(63).view(3, 21).numpy()
+    for backend in ("triton", "reference"):
+        torch.manual_seed(1)
+        layer = PagedLayer(formats, PagePool(blocks.zero_(), layout), 8, torch.bfloat16)
+        attention = PagedAttention(layer, 6, scaling=DIM**-0.5, backend=backend)
+        slots = Slots(8)
+        for counts, before in ((lengths, [0, 0, 0]), (new, lengths)):
+            starts = [sum(counts[:i]) for i in range(4)]
+            step = plan(starts, [a + b for a, b in zip(counts, before, strict=True)], table, slots, 1, size)
+            query, key, value = (torch.randn(step.tokens, heads, DIM, device=DEVICE).bfloat16() for heads in (6, 2, 2))
+            out = attention(query, key, value, step)
+        outs.append(out)
+    return distance(*outs), TOLERANCE[torch.bfloat16]
+
+
+def fold_error(name: str) -> tuple[float, float]:
+    """How far vectors lie apart that were folded here and by the CPU, of the error of folding, and what is too much."""
+    torch.manual_seed(0)
+    x, worst = torch.randn(1, 2, 512, DIM), 0.0
+    pair = get_formats(name, DIM, DIM)
+    for fmt in (pair.keys, pair.values):
+        here, there = (fmt.unfold(fmt.fold(each)).cpu() for each in (x.to(DEVICE), x))
+        worst = max(worst, ((here - there).norm() / (there - x).norm()).item())
+    return worst, 0.05  # codes that lie on an edge may go either way
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
 
+IN_TURN = 2**28
+"""Bytes that caches read in turn have together, far more than second-level caches hold."""
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Median of a CUDA graph's replays."""
-    from triton.testing import do_bench_cudagraph
+
+def milliseconds(runs: Sequence[Callable[[], object]]) -> float:
+    """Of one of `runs`: the median of replays of a CUDA graph of them all, one after the other."""
+
+    def all_in_turn() -> None:
+        for run in runs:
+            run()
 
     with torch.cuda.stream(torch.cuda.Stream()):
-        return float(do_bench_cudagraph(run, rep=50, return_mode="median"))
+        return float(triton.testing.do_bench_cudagraph(all_in_turn, rep=50, return_mode="median")) / len(runs)
 
 
-def decode(formats: list[str]) -> list[dict[str, Any]]:
-    copy = copy_rate()
-    rows = []
-    for batch, context, kv_heads, repeat in DECODE:
+def decode(formats: list[str]) -> Iterator[Row]:
+    rate = copy_rate()
+    for batch, context, kv_heads, repeat in track(DECODE, "decoding", console=console, transient=True):
         torch.manual_seed(0)
-        key, value = (torch.randn(batch, kv_heads, context, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        shape = batch, kv_heads, context, DIM
+        key, value = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         query = torch.randn(batch, kv_heads * repeat, 1, DIM, device=DEVICE, dtype=torch.bfloat16)
         dense, way = best_dense(query, key, value)
         for name in formats:
-            cache = LayerCache(name)
-            cache.observe(None, cache.append(key[:, :, :-1], value[:, :, :-1]))
-            new = cache.append(key[:, :, -1:], value[:, :, -1:])
-
-            def folded(query: Tensor = query, new: Any = new) -> Tensor:
-                return attend(query, new, scaling=DIM**-0.5, backend="triton")
-
-            first = folded()
-            time_of_one = milliseconds(folded)
+            first = LayerCache(name)
+            first.observe(None, first.append(key[:, :, :-1], value[:, :, :-1]))
+            pages = held_bytes([first.groups[0].rows.pages()])
+            caches = [first, *(copy.deepcopy(first) for _ in range(turns(pages) - 1))]
+            news = [cache.append(key[:, :, -1:], value[:, :, -1:]) for cache in caches]
+            calls = [partial(attend, query, new, scaling=DIM**-0.5, backend="triton") for new in news]
+            out = calls[0]()
+            time_of_one = milliseconds(calls)
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            same = torch.equal(first, folded())
+            same = torch.equal(out, calls[0]())
             extra = torch.cuda.max_memory_allocated() - before
-            pages = held_bytes([cache.groups[0].rows.pages()])
-            rows.append({
+            yield {
                 "batch": batch, "tokens": context, "heads": f"{kv_heads}×{repeat}", "format": name,
                 "ms": time_of_one, "bf16 ms": dense, "bf16 by": way, "×": dense / time_of_one,
-                "of copy": pages / time_of_one / 1e6 / copy, "extra MiB": extra / 2**20,
+                "of copy": pages / time_of_one / 1e6 / rate, "extra MiB": extra / 2**20,
                 "dense MiB": 2 * key.nbytes / 2**20, "same again": same,
-            })  # fmt: skip
-            del cache, new, folded
-    return rows
+            }  # fmt: skip
+            del first, caches, news, calls
+
+
+def turns(nbytes: int) -> int:
+    """How many caches of so many bytes are read in turn."""
+    return min(max(-(-IN_TURN // nbytes), 1), 64)
 
 
 def best_dense(query: Tensor, key: Tensor, value: Tensor) -> tuple[float, str]:
     """Milliseconds of torch's fastest dense attention, and its name."""
     found = {}
+    others = range(turns(2 * key.nbytes) - 1)
+    pairs = [(key, value), *((key.clone(), value.clone()) for _ in others)]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         try:
             with sdpa_kernel(backend):
                 found[backend.name.split("_")[0].lower()] = milliseconds(
-                    lambda: scaled_dot_product_attention(query, key, value, enable_gqa=True)
+                    [partial(scaled_dot_product_attention, query, k, v, enable_gqa=True) for k, v in pairs]
                 )
         except RuntimeError:
             continue  # this GPU or shape is not for it
@@ -200,15 +284,14 @@ def copy_rate() -> float:
     """GB a second that a copy of 1 GiB reads and writes."""
     source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e6
+    return 2 * source.nbytes / milliseconds([lambda: target.copy_(source)]) / 1e6
 
 
 # --- fold -------------------------------------------------------------------------------------------------------------
 
 
-def fold(formats: list[str], tokens: int = 32_768, kv_heads: int = 8) -> list[dict[str, Any]]:
+def fold(formats: list[str], tokens: int = 32_768, kv_heads: int = 8) -> Iterator[Row]:
     x = torch.randn(1, kv_heads, tokens, DIM, device=DEVICE, dtype=torch.bfloat16)
-    rows = []
     for name in formats:
         pair = get_formats(name, DIM, DIM)
         for side, fmt in (("keys", pair.keys), ("values", pair.values)):
@@ -220,14 +303,13 @@ def fold(formats: list[str], tokens: int = 32_768, kv_heads: int = 8) -> list[di
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
             seconds = statistics.median(times[2:])
-            rows.append({"format": name, "side": side, "million vectors/s": kv_heads * tokens / seconds / 1e6})
-    return rows
+            yield {"format": name, "side": side, "million vectors/s": kv_heads * tokens / seconds / 1e6}
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def model(name: str, context: int = 16_384, batch: int = 4, new: int = 64) -> list[dict[str, Any]]:
+def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> Iterator[Row]:
     import transformers
 
     import kvfold
@@ -246,50 +328,55 @@ def model(name: str, context: int = 16_384, batch: int = 4, new: int = 64) -> li
     kvfold.attach(qwen)
     ids = torch.randint(0, 32_000, (batch, context), device=DEVICE)
     weights = torch.cuda.memory_allocated()
-    rows = []
-    for kind in ("bf16", name):
+
+    @torch.no_grad()
+    def run(kind: str, tokens: int, steps: int) -> tuple[float, list[float]]:
+        """Seconds of reading a prompt, and of each step after it."""
         cache = transformers.DynamicCache(config=config) if kind == "bf16" else kvfold.FoldedCache(config, kind)
-        torch.cuda.reset_peak_memory_stats()
-        with torch.no_grad():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for first in range(0, tokens, 4_096):
+            part = ids[:, first : min(first + 4_096, tokens)]
+            out = qwen(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        torch.cuda.synchronize()
+        prefill, times = time.perf_counter() - start, []
+        token = out.logits[:, -1:].argmax(-1)
+        for _ in range(steps):
             start = time.perf_counter()
-            for first in range(0, context, 4_096):
-                out = qwen(ids[:, first : first + 4_096], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            token = qwen(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
             torch.cuda.synchronize()
-            prefill = time.perf_counter() - start
-            token, times = out.logits[:, -1:].argmax(-1), []
-            for _ in range(new):
-                start = time.perf_counter()
-                token = qwen(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
-        most = torch.cuda.max_memory_allocated() - weights
-        rows.append({
+            times.append(time.perf_counter() - start)
+        return prefill, times
+
+    for kind in ("bf16", name):
+        run(kind, 1_024, 70)  # compiles what it needs, a step that folds included
+        torch.cuda.reset_peak_memory_stats()
+        prefill, times = run(kind, context, new)
+        usual = statistics.median(times)
+        yield {
             "cache": kind, "layers": layers, "batch": batch, "tokens": context, "prefill s": prefill,
-            "ms a step": 1e3 * statistics.median(times), "most MiB": most / 2**20,
-        })  # fmt: skip
-        del cache, out
-    return rows
+            "ms a step": 1e3 * usual, "of it folding": 1 - usual / statistics.mean(times),
+            "most MiB": (torch.cuda.max_memory_allocated() - weights) / 2**20,
+        }  # fmt: skip
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def report() -> list[dict[str, Any]]:
-    """Of the kernels that ran so far in this process."""
+def report() -> Iterator[Row]:
+    """Of the kernels that ran so far in this process, the most of each."""
     from kvfold.kernels.triton import attend as attending
     from kvfold.kernels.triton import fold as folding
 
-    rows = []
-    kernels = (attending.attend_pages, attending.attend_dense, attending.combine, folding._encode, folding._pack,
-               folding._closest_affine)  # fmt: skip
+    kernels = (attending.attend_pages, attending.attend_dense, attending.combine, folding._fold_rotated,
+               folding._fold_channelwise, folding._pack)  # fmt: skip
     for kernel in kernels:
-        for cached in kernel.device_caches.values():
-            for compiled in cached[0].values():
-                rows.append({
-                    "kernel": compiled.metadata.name, "registers": compiled.n_regs, "spills": compiled.n_spills,
-                    "shared bytes": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
-                })  # fmt: skip
-    return rows or [{"kernel": "none ran: add --parts check", "registers": 0, "spills": 0}]
+        variants = [variant for cached in kernel.device_caches.values() for variant in cached[0].values()]
+        if variants:
+            yield {
+                "kernel": kernel.__name__, "variants": len(variants), "registers": max(v.n_regs for v in variants),
+                "spills": max(v.n_spills for v in variants), "shared bytes": max(v.metadata.shared for v in variants),
+            }  # fmt: skip
 
 
 if __name__ == "__main__":
