@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from kvfold.quant.transforms import orthogonal
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.int64: "*i64", torch.int16: "*i16",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -164,11 +165,14 @@ def main() -> None:
     how = RotatedCode(orthogonal("hadamard", 128), torch.linspace(-0.3, 0.3, 16), "least_squares")
     x = torch.randn(1, 1, 64, 128)
     jobs.append(("4 bits, D128", launches(lambda: fold.fold_rotated(x, how, "tokens", 64, 0))))
+    centred = replace(how, centred=True)
+    jobs.append(("4 bits, D128, a centre", launches(lambda: fold.fold_rotated(x, centred, "channels", 64, 0))))
     codes = torch.zeros(1, 64, 128, dtype=torch.uint8)
     jobs.append(("4 bits, D128", launches(lambda: fold.pack(codes, [4] * 8, "tokens"))))
     bits = spread_bits(4, 8)
     lut = level_table({b: flat_levels(b) for b in set(bits)}, bits)
-    channelwise = launches(lambda: fold.fold_channelwise(x, None, lut, bits, SCALES, "tokens", 64))
+    order = torch.arange(128, dtype=torch.int16)[None]
+    channelwise = launches(lambda: fold.fold_channelwise(x, order, lut, bits, SCALES, "tokens", 64))
     jobs.append(("kvfold-4's keys, D128", channelwise))
     rows: list[dict[str, Any]] = []
     for target in args.targets.split(","):
@@ -185,10 +189,11 @@ def main() -> None:
                 if row not in rows:
                     rows.append(row)
     table = Table(title="kernels as compiled")
-    for column in rows[0]:
+    columns = dict.fromkeys(column for row in rows for column in row)
+    for column in columns:
         table.add_column(column, justify="left" if column in ("target", "kernel", "for") else "right")
     for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in rows[0]))
+        table.add_row(*(str(row.get(column, "")) for column in columns))
     Console(width=110).print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))

@@ -1,5 +1,6 @@
 """Triton's kernels against their truths: on a GPU, or in Triton's interpreter where there is none."""
 
+import copy
 import json
 import os
 import subprocess
@@ -34,7 +35,8 @@ NAMES = (
     "kvfold-4", "kvfold-3", "kvfold-2@32", "turboquant-8", "turboquant-4@48", "turboquant-1", "turboquant-2.5",
     "turboquant-4+qjl:centred-3+sign", "centred-5", "hadamard-6", "hadamard-7", "affine-4g32", "uniform-4",
     "uniform-3r", "q8_0", "q4_0", "tq3", "tq4", "polar4", "polar4-u8", "tbq3", "tbq4", "tbqp3", "tbqp4", "amx3",
-    "float16", "float16:turboquant-3", "kvfold-7", "turboquant-3.5", "turboquant-3.5q", "turboquant-3+srht", "bold",
+    "float16", "float16:turboquant-3", "kvfold-7", "turboquant-2+qjl", "hadamard-2+sign", "turboquant-4@128",
+    "turboquant-3.5", "turboquant-3.5q", "turboquant-3+srht", "bold",
 )  # fmt: skip
 
 
@@ -91,7 +93,7 @@ def test_16_bit_models(name: str, dtype: torch.dtype) -> None:
     _check(name, 300, (1, 20), dtype)
 
 
-@pytest.mark.parametrize(("dim", "repeat"), [(80, 1), (96, 2), (128, 8), (256, 4)])
+@pytest.mark.parametrize(("dim", "repeat"), [(72, 1), (80, 1), (96, 2), (128, 8), (256, 4)])
 def test_head_dimensions_and_groups(dim: int, repeat: int) -> None:
     _check("kvfold-4", 270, (1,), dim=dim, repeat=repeat)
     _check("turboquant-4", 0, (1, 1), dim=dim, repeat=repeat)
@@ -133,9 +135,9 @@ def test_long_prompts_are_read_some_queries_at_a_time(monkeypatch: pytest.Monkey
     test_pages_of_a_pool("kvfold-4", 2, {})
 
 
-def _append_one_by_one(cache: LayerCache, x: Tensor) -> None:
-    for token in x.split(1, 2):
-        cache.append(token, token)
+def _append(cache: LayerCache, x: Tensor, at_a_time: int) -> None:
+    for part in x.split(at_a_time, 2):
+        cache.append(part, part)
 
 
 def test_steps_on_a_gpu_do_not_wait_to_see_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,18 +145,23 @@ def test_steps_on_a_gpu_do_not_wait_to_see_a_nan(monkeypatch: pytest.MonkeyPatch
     for module in (rows, layer):
         monkeypatch.setattr(module, "LOOKED_AT_ONCE", set())
     for name in ("kvfold-4", "turboquant-4"):
-        cache, x = LayerCache(name, index=7), _random(1, 2, 300, 64)
-        cache.observe(None, cache.append(x, x))
-        bad = x[:, :, :1].clone()
-        bad[0, 1, 0, 3] = torch.nan
-        out = attend(bad, cache.append(bad, bad), scaling=0.1, backend="triton")
-        assert out[0, 1].isnan().all()
-        assert out[0, 0].isfinite().all()
-        before = cache.columns
-        with pytest.raises(ValueError, match=r"layer 7: the (scale|centre) of a page is NaN"):
-            _append_one_by_one(cache, x)
-        assert cache.columns - before <= 64 + cache.groups[0].rows.window.recent
-        with pytest.raises(ValueError, match="is nan"):  # several tokens at a time are looked at
+        for value, sign in ((torch.nan, 1), (torch.inf, 1), (torch.inf, -1)):
+            cache, x = LayerCache(name, index=7), _random(1, 2, 300, 64)
+            cache.observe(None, cache.append(x, x))
+            bad = x[:, :, :1].clone()
+            bad[0, 1, 0, 3] = value
+            new = cache.append(bad, x[:, :, :1])
+            out = attend(sign * x[:, :, :1].abs(), new, scaling=0.1, softcap=5.0, backend="triton")
+            assert out[0, 1].isnan().all()
+            assert out[0, 0].isfinite().all()
+            before = cache.columns
+            chunk = copy.deepcopy(cache)
+            with pytest.raises(ValueError, match=r"layer 7: the (scale|centre) of a page is"):
+                _append(cache, x, 1)
+            assert cache.columns - before <= 64 + cache.groups[0].rows.window.recent
+            with pytest.raises(ValueError, match=r"layer 7: the (scale|centre) of a page is"):
+                _append(chunk, x, 150)
+        with pytest.raises(ValueError, match="position 300"):  # several tokens at a time are looked at
             LayerCache(name).append(torch.cat((x, bad), 2), torch.cat((x, x[:, :, :1]), 2))
 
 
@@ -201,6 +208,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         "attend_pages", "attend_dense", "combine", "_fold_rotated", "_fold_channelwise", "_pack",
     }  # fmt: skip
     ours = [row for row in rows if row["kernel"] == "attend_pages" and row["for"].startswith("kvfold-4, D128, 4 heads")]
+    assert len(ours) == 4
     assert all(not row["spilled"] and row["shared bytes"] <= 2**15 for row in ours)
 
 
@@ -250,7 +258,7 @@ def test_fold_channelwise(name: str, dim: int, dtype: torch.dtype, ordered: bool
     """The same pages as on a CPU, where rounding does not decide between candidates that are alike."""
     fmt = get_format(name, dim)
     form, size = fmt.form, fmt.page_size
-    x = (_random(2, 2, size, dim) + _random(dim, seed=1)).to(dtype)
+    x = (_random(2, 2 * size, 2, dim) + _random(dim, seed=1)).to(dtype).transpose(1, 2)
     x[0, 0, :, 3] = 0.5  # a scale of 0
     order = _random(2, 2, dim, seed=2).argsort(-1).to(torch.int16) if ordered else None
     given = form.lut, list(form.bits), SCALES, "tokens", size

@@ -82,7 +82,8 @@ class PagedAttention:
         Raises
         ------
         ValueError
-            On another shape or dtype, or if a query, or a key or value of a page that becomes full, is NaN or infinite.
+            On another shape or dtype; on a CPU also if a query, or a key or value of a page that becomes full, is NaN
+            or infinite. Elsewhere attention over it gives NaN.
         """
         layer = self.layer
         kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim

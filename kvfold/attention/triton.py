@@ -64,8 +64,8 @@ class _Side:
     parts: dict[str, Tensor | None]
     shape: "Shape"
 
-    def arguments(self, prefix: str) -> dict[str, Any]:
-        return {f"{prefix}_{name}": part for name, part in self.parts.items()}
+    def arguments(self, prefix: str, without: str) -> dict[str, Any]:
+        return {f"{prefix}_{name}": part for name, part in self.parts.items() if name != without}
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,8 +364,8 @@ def _attend(
         block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
         attend.attend_pages[row_blocks, sequences * kv_heads, splits](
             queries.rotated, maxima, totals, rotated, pages=queries.pages, table=units[0], width=units[1],
-            stop=queries.stop, position=position, **mask, **keys.arguments("k"),
-            **{name: part for name, part in values.arguments("v").items() if name != "v_plain"}, TOKENS=tokens,
+            stop=queries.stop, position=position, **mask, **keys.arguments("k", without="bits"),
+            **values.arguments("v", without="plain"), TOKENS=tokens,
             KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
             PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), **common,
         )  # fmt: skip
@@ -411,23 +411,23 @@ def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]
 
     bits = form.bits
     return Shape(
-        page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits), runs=_runs(bits),
-        planes=reduce(or_, bits, 0), even=bits[0] if len(set(bits)) == 1 else 0, token_lanes=form.lanes == "tokens",
-        levels=form.lut.shape[-1], groups=groups, centre_dim=centre_dim, plain_dim=form.plain_dim,
-        unit_levels=form.unit_levels,
+        page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits), runs=_runs(form),
+        planes=reduce(or_, bits, 0), even=bits[0] if len(set(form.kinds)) == 1 else 0,
+        token_lanes=form.lanes == "tokens", levels=form.lut.shape[-1], groups=groups, centre_dim=centre_dim,
+        plain_dim=form.plain_dim, unit_levels=form.unit_levels,
         code=strides["code"], scale=strides.get("scale", 0), offset=strides.get("offset", 0),
         centre=strides.get("centre", strides.get("channel_scale", 0)), plain=strides.get("plain", 0),
     )  # fmt: skip
 
 
-def _runs(bits: tuple[int, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Groups with equal bits, in powers of two: the first, how many, their bits, and the sum of bits before."""
+def _runs(form: PageForm) -> tuple[tuple[int, int, int, int], ...]:
+    """Groups with equal bits and levels, in powers of two: the first, how many, their bits, the sum of bits before."""
     runs, first = [], 0
-    for width, group in groupby(bits):
+    for kind, group in groupby(form.kinds):
         left = len(list(group))
         while left:
             count = 1 << (left.bit_length() - 1)
-            runs.append((first, count, width, sum(bits[:first])))
+            runs.append((first, count, form.bits[kind], sum(form.bits[:first])))
             first, left = first + count, left - count
     return tuple(runs)
 

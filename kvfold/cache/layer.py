@@ -155,7 +155,7 @@ class LayerCache:
         ------
         ValueError
             On a NaN or infinity, or a shape, dtype or device that differs from what the cache
-            holds. The cache is unchanged then. Beside a CPU, single tokens are looked at when their page is full,
+            holds. The cache is unchanged then. On other devices single tokens are looked at when their page is full,
             and attention over a NaN or infinity gives NaN until then.
         """
         self._check(key, value)

@@ -20,6 +20,7 @@ from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
+from kvfold.quant.finite import finite
 
 TAIL_STEP = 16
 """The dense tail grows by so many tokens at a time."""
@@ -131,6 +132,7 @@ class FoldedRows:
         self.tail_start = self.window.sinks
         self.fit_tokens = formats.fit_tokens
         self.query_energy: Tensor | None = None
+        self._looked = -1  # pages that were looked at (`_look`); -1: not even sinks
 
     # What is where
 
@@ -225,7 +227,8 @@ class FoldedRows:
         ValueError
             If a scale leaves float16's range.
         """
-        self._look_at_full_page()
+        if key.device.type not in LOOKED_AT_ONCE:
+            self._look()
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         n = key.shape[2] - into_sinks
         if self._only_joins_tail(n, into_sinks):
@@ -359,14 +362,18 @@ class FoldedRows:
                 require_finite(pages[-1])
         return pages
 
-    def _look_at_full_page(self) -> None:
-        """Raise if a page that became full token by token holds what no page may hold."""
+    def _look(self) -> None:
+        """Raise if sinks or pages that became full since the last look hold a NaN or an infinity."""
         after = self.length - self.window.sinks
-        if self.formats.folds_by_token and after > 0 and not after % self.page_size:
+        if self.sinks is not None and after >= 0 and self._looked < 0:
+            if not all(finite(x) for x in self.sinks):
+                raise ValueError("one of the first tokens is NaN or infinite: the model's own computation broke")
+            self._looked = 0
+        full = after // self.page_size
+        if self.formats.folds_by_token and full > max(self._looked, 0):
             for store in self.stores:
-                assert store.storage is not None
-                if store.storage.code.device.type not in LOOKED_AT_ONCE:
-                    require_finite(store.pages(store.count - 1))
+                require_finite(store.pages(max(self._looked, 0), full))
+            self._looked = full
 
     def _keep_sinks(self, key: Tensor, value: Tensor, n: int) -> None:
         if not n:
@@ -554,6 +561,7 @@ class FoldedRows:
         """
         if length >= self.length:
             return 0
+        self._looked = min(self._looked, max(length - self.window.sinks, -1) // self.page_size)
         if self.formats.folds_by_token:
             self._crop_tokens(max(length - self.window.sinks, 0))
             self.length = length

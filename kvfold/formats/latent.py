@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.formats.base import Format
 from kvfold.formats.float16 import Float16
 from kvfold.formats.names import get_format, parse
-from kvfold.formats.page import FirstChannels, PageForm, TokenCodes
+from kvfold.formats.page import FirstChannels, PageForm, Pages, TokenCodes
 from kvfold.formats.rules import told
 from kvfold.formats.tbq import ROPE
 from kvfold.formats.wrapped import Wrapped
@@ -39,6 +40,12 @@ class Latent(Wrapped):
     def encode(self, x: Tensor) -> TokenCodes:
         coded, plain = x.split((self.base.head_dim, self.head_dim - self.base.head_dim), -1)
         return replace(self.base.encode(coded), plain=plain.half())
+
+    def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
+        coded, plain = x.split((self.base.head_dim, self.head_dim - self.base.head_dim), -1)
+        after = -(slot + x.shape[-2]) % self.page_size
+        plain = pad(plain.half(), (0, 0, slot, after)).unflatten(-2, (-1, self.page_size))
+        return replace(self.base.fold_from(coded, slot, position), plain=plain)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ For one head, a page of P tokens stands for
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -152,6 +153,12 @@ class PageForm:
     plain_dim: int = 0
     unit_levels: bool = False
     signed_scale: bool = False
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each channel group: the first that has the same bits and levels."""
+        rows = list(zip(self.bits, map(tuple, self.lut.tolist()), strict=False))
+        return tuple(map(rows.index, rows))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PageForm":
         return self  # nothing changes it, and copies of a cache share its tables

@@ -3,6 +3,7 @@
 On a CPU each runs in C++, on a GPU those that fold run in Triton; elsewhere the torch truth in `kvfold.quant` runs.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -84,6 +85,7 @@ def fold_channelwise(
 
     Channels in the order `order` (None: as they come), `kvfold.quant.affine.encode` and `kvfold.quant.packing.pack`.
     """
+    check_channelwise(x, order, lut, bits, steps, page_size)
     pages = x.float().unflatten(-2, (-1, page_size))
     if order is not None:
         pages = ChannelOrder(order).apply(pages)
@@ -113,6 +115,7 @@ def _(
 def _channelwise_like(
     x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_channelwise(x, order, lut, bits, steps, page_size)
     lead = (*x.shape[:-2], x.shape[-2] // page_size)
     centre = x.new_empty((*lead, x.shape[-1]), dtype=torch.float16)
     code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
@@ -188,21 +191,35 @@ def heads_of(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def order_of_heads(order: Tensor | None, x: Tensor) -> tuple[Tensor | None, int, int]:
-    """An order of channels for vectors (rows, heads, tokens, dim), and its strides from row to row and head to head.
+def check_channelwise(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, page_size: int
+) -> None:
+    """Raise unless these are arguments of `fold_channelwise`."""
+    *lead, tokens, dim = x.shape
+    if page_size < 1 or page_size % packing.TILE or tokens % page_size:
+        raise ValueError(f"x has {tokens} tokens and page_size = {page_size}: give whole pages of 16·n")
+    groups = packing.padded(dim) // packing.TILE
+    if len(bits) != groups or not all(1 <= b <= 8 for b in bits) or lut.shape[:-1] != (groups,):
+        raise ValueError(f"bits and lut must have one entry, of 1 to 8 bits, for each of {groups} channel groups")
+    if lut.shape[1] < 2 ** max(bits) or lut.dtype != torch.float32 or steps < 1:
+        raise ValueError(
+            f"lut is {lut.dtype} of {tuple(lut.shape)}, steps = {steps}: give float32 of 2^bits, and a step"
+        )
+    wanted = (*(1,) * (2 - len(lead)), *lead, dim)[-3:]
+    shape = () if order is None else tuple(order.shape)
+    if order is not None and (
+        order.dtype != torch.int16 or not 1 <= len(shape) <= 3 or shape[-1] != dim
+        or any(a not in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False))
+    ):  # fmt: skip
+        raise ValueError(f"order is {order.dtype} of {shape}: give int16 of {wanted}, or one for all")
 
-    Raises
-    ------
-    ValueError
-        If it is not for these.
-    """
+
+def order_of_heads(order: Tensor | None, x: Tensor) -> tuple[Tensor | None, int, int]:
+    """An order of channels for vectors (rows, heads, tokens, dim), and its strides from row to row and head to head."""
     if order is None:
         return None, 0, 0
-    order, wanted = order.contiguous(), (*x.shape[:2], x.shape[3])
-    shape = (1,) * (3 - order.ndim) + tuple(order.shape)
-    if order.dtype != torch.int16 or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
-        raise ValueError(f"order is {order.dtype} of {tuple(order.shape)}: give int16 of {wanted}, or one for all")
-    by_row, by_head, _ = order.view(shape).expand(wanted).stride()
+    order = order.contiguous()
+    by_row, by_head, _ = order.expand(*x.shape[:2], x.shape[3]).stride()
     return order, by_row, by_head
 
 

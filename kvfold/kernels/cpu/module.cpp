@@ -172,7 +172,7 @@ void fold_channelwise(const std::string& isa, std::uintptr_t x, int dtype, std::
                       std::size_t x_token, std::size_t page_size, std::uintptr_t order, std::size_t order_batch,
                       std::size_t order_head, ConstFloats lut, nb::bytes bits, std::size_t steps, bool lanes_are_tokens,
                       Bytes code, Halves centre, Halves scale, int threads) {
-  require(centre.ndim() == 4 && lut.ndim() == 2, "centre must have the shape (batch, heads, pages, channels)");
+  require(centre.ndim() == 4 && lut.ndim() == 2, "centre must have the shape (batch, heads, pages, channels), lut (groups, levels)");
   kvfold::Channelwise job;
   job.x = pointer<void>(x), job.dtype = static_cast<kvfold::Dtype>(dtype);
   job.x_batch = x_batch, job.x_head = x_head, job.x_token = x_token;

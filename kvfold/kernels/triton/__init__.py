@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: codes.py reads pages, attend.py attends, fold.py folds.
+"""Triton kernels for GPUs: codes.py reads and writes codes, pages.py reads pages, attend.py attends, fold.py folds.
 
 They run on whatever Triton compiles for, and with TRITON_INTERPRET=1 on a CPU, to be tested.
 """

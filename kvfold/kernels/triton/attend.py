@@ -22,6 +22,7 @@ def _rows(first, count, sequence, head, REPEAT: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _weigh(scores, visible, maximum, softcap, SOFTCAP: tl.constexpr):
     """Unnormalised probabilities, the new maximum, and the factor on older sums."""
+    scores += 0 * scores  # an infinity becomes NaN, which shows
     if SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     scores = tl.where(visible, scores, float("-inf"))
@@ -45,7 +46,7 @@ def attend_pages(
     query, maxima, totals, sums,
     first, count, pages, table, stop,
     mask, mask_sequence, mask_head, mask_query, mask_columns, position,
-    k_code, k_lut, k_bits, k_groups, k_scale, k_offset, k_centre, k_channel_scale, k_plain,
+    k_code, k_lut, k_groups, k_scale, k_offset, k_centre, k_channel_scale, k_plain,
     v_code, v_lut, v_bits, v_groups, v_scale, v_offset, v_centre, v_channel_scale,
     width, softcap,
     TOKENS, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,

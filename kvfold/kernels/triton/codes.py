@@ -19,11 +19,11 @@ class Shape:
     tiles, all_bits
         Groups of 16 channels of a code, and the sum of their bits; 0 if "codes" are float16 numbers.
     runs
-        Groups with equal bits: (the first, how many: a power of two, bits, the sum of bits before).
+        Groups with equal bits and levels: (the first, how many: a power of two, bits, the sum of bits before).
     planes
         Widths of planes that occur, added up.
     even
-        Bits of every group; 0 if they differ.
+        Bits of every group; 0 if groups differ in bits or levels.
     token_lanes
         Whether lanes are tokens: those of keys are, and of values that are a view of keys.
     levels

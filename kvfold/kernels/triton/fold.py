@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.kernels.ops import heads_of, order_of_heads
+from kvfold.kernels.ops import check_channelwise, heads_of, order_of_heads
 from kvfold.kernels.triton import on_its_device
 from kvfold.kernels.triton.codes import store_codes
 from kvfold.quant.packing import TILE, Lanes, code_bytes, padded
@@ -40,6 +40,8 @@ def _pack(
 def pack(codes: Tensor, bits: Sequence[int], lanes: Lanes) -> Tensor:
     """`kvfold.quant.packing.pack`."""
     page_size, dim = codes.shape[-2:]
+    if page_size % TILE or len(bits) != padded(dim) // TILE:
+        raise ValueError(f"codes are {tuple(codes.shape)}, bits {list(bits)}: give pages of 16·n, and ⌈D/16⌉ bits")
     codes = codes.contiguous()
     packed = codes.new_empty((*codes.shape[:-2], code_bytes(page_size, bits)))
     pages = codes.shape[:-2].numel()
@@ -189,7 +191,7 @@ def _fold_channelwise(
         z = tl.where(k < STEPS, mean, 0.5 * (low + high)).to(tl.float16).to(tl.float32)
         deviation = tl.sqrt(variance + (z - mean) * (z - mean))
         reach = tl.maximum(tl.maximum(high - z, z - low) / top, deviation)
-        s = (deviation + (reach - deviation) * ((k % STEPS) / (STEPS - 1))).to(tl.float16).to(tl.float32)
+        s = (deviation + (reach - deviation) * ((k % STEPS) / max(STEPS - 1, 1))).to(tl.float16).to(tl.float32)
         rest = tl.where(there, v - z[None, :], 0.0)
         unit = rest * (1 / tl.maximum(s, 5.9604644775390625e-08))[None, :]  # the smallest float16
         found = tl.zeros([TOKENS, 16], tl.int32)
@@ -217,6 +219,7 @@ def fold_channelwise(
     x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, lanes: Lanes, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kvfold.kernels.ops.fold_channelwise`: packed codes, centres and scales."""
+    check_channelwise(x, order, lut, bits, steps, page_size)
     dim, lead, flat, lut = x.shape[-1], x.shape[:-2], heads_of(x), on(x.device, lut)
     pages = x.shape[-2] // page_size
     code = x.new_empty((*lead, pages, code_bytes(page_size, bits)), dtype=torch.uint8)

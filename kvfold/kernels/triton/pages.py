@@ -37,6 +37,7 @@ def _score(
     SHAPE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """q·(z + a + s · S ⊙ y) of some channels, levels y (channels, tokens); without s if LATE."""
+    tl.static_assert(offset is None or channel_scale is None)  # z + a + s · S ⊙ y in another order
     if SHAPE.groups > 1:
         y = _scaled(y, groups_of, scale, offset, unit, token[None, :], channel[:, None], SHAPE)
     elif not LATE:
