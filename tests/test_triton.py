@@ -16,7 +16,7 @@ from torch import Tensor
 from kvfold.attention import attend, triton
 from kvfold.cache import layer, rows
 from kvfold.cache.layer import LayerCache
-from kvfold.formats import get_format
+from kvfold.formats import get_format, get_formats
 from kvfold.formats.channelwise import SCALES
 from kvfold.kernels import ops
 from kvfold.quant import packing, rotated
@@ -84,7 +84,8 @@ def _check(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format(name: str) -> None:
-    _check(name, 290, (1, 20))
+    fitted = get_formats(name, _dim(name), _dim(name)).awaits_fit
+    _check(name, 290 if fitted else 130, (1, 20))
 
 
 @pytest.mark.parametrize("name", ["kvfold-4", "turboquant-4", "centred-3"])
@@ -188,7 +189,7 @@ def test_pages_of_a_pool(name: str, per_block: int, options: dict) -> None:
 
 
 def test_a_long_context_is_read_in_parts() -> None:
-    _check("turboquant-4", 1_500, (1, 5), repeat=1)
+    _check("turboquant-4", 900, (1, 5), repeat=1)
     _check("kvfold-3", 1_500, (1,), torch.bfloat16, batch=2, padding=[0, 1_200])
 
 
@@ -252,7 +253,7 @@ def test_fold_rotated_about_a_centre() -> None:
 @pytest.mark.parametrize(
     ("name", "dim", "dtype", "ordered"),
     [("kvfold-4", 64, torch.bfloat16, True), ("kvfold-2@32", 64, torch.float32, False),
-     ("kvfold-3@48", 72, torch.float32, True), ("kvfold-6", 128, torch.float16, True)],
+     ("kvfold-3@48", 72, torch.float32, True), ("kvfold-6", 64, torch.float16, True)],
 )  # fmt: skip
 def test_fold_channelwise(name: str, dim: int, dtype: torch.dtype, ordered: bool) -> None:
     """The same pages as on a CPU, where rounding does not decide between candidates that are alike."""
