@@ -14,8 +14,10 @@ BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfol
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
 
+# As many processes as cores, of one thread each, up to four: each loads the demo model.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest --ignore=tests/vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/vllm -n $(WORKERS) --dist worksteal
 	$(MAKE) test-engine
 
 # Threads that wait by spinning starve those of the engine's other processes.
@@ -34,6 +36,7 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/quality/head_dims.py
 	$(BIN)/python benchmarks/quality/rivals/rivals.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/eviction.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/fold.py
 	$(BIN)/kvfold bench

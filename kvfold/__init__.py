@@ -3,9 +3,10 @@
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.cache.token_store import TokenStore
+from kvfold.eviction import QueryStatistics, SnapKV, StreamingLLM, TriAttention
 from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
-from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach
+from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach, measure_queries
 
 __all__ = [
     "FORMATS",
@@ -13,7 +14,11 @@ __all__ = [
     "Calibration",
     "FoldedCache",
     "Policy",
+    "QueryStatistics",
+    "SnapKV",
+    "StreamingLLM",
     "TokenStore",
+    "TriAttention",
     "attach",
     "calibrate",
     "demo_model",
@@ -21,5 +26,6 @@ __all__ = [
     "get_format",
     "get_formats",
     "load_model",
+    "measure_queries",
 ]
 __version__ = "0.1.0"

@@ -16,10 +16,11 @@ ALLOWED = {
     "formats": {"quant", "kernels"},
     "cache": {"quant", "kernels", "formats"},
     "attention": {"quant", "kernels", "formats", "cache"},
-    "integrations": {"formats", "cache", "attention"},
-    "evaluate": {"quant", "kernels", "formats", "cache", "attention", "integrations", "planning"},
+    "eviction": {"quant", "kernels", "formats", "cache", "attention"},
+    "integrations": {"formats", "cache", "attention", "eviction"},
+    "evaluate": {"quant", "kernels", "formats", "cache", "attention", "eviction", "integrations", "planning"},
     "planning": {"quant", "formats", "cache"},
-    "cli": {"formats", "cache", "attention", "integrations", "evaluate", "planning"},
+    "cli": {"formats", "cache", "attention", "eviction", "integrations", "evaluate", "planning"},
 }
 # Third-party packages that a layer may know of.
 ENGINES = {

@@ -140,3 +140,36 @@ def test_errors_are_one_clear_line(arguments: tuple[str, ...], message: str) -> 
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_forgetting(tmp_path: Path) -> None:
+    """Measured, and then used, with files and options that do not fit named."""
+    tria, document = str(tmp_path / "model.tria"), tmp_path / "doc.txt"
+    document.write_text("It rained all day, and the keeper wrote it down. " * 60, encoding="utf-8")
+    run = _kvfold("calibrate", "--eviction", "--out", tria, "--passage", "256", "--passages", "2")
+    assert run.returncode == 0, run.stderr
+    assert "30 layers, 512 tokens" in run.stderr
+    assert Path(tria).stat().st_size == 64 + 30 * 4 + 30 * 9 * 4 * 32 * 4
+    common = (
+        "generate",
+        "--file",
+        str(document),
+        "--prompt",
+        "What did the keeper do?",
+        "--max-new-tokens",
+        "20",
+        "--json",
+    )
+    run = _kvfold(*common, "--eviction", tria, "--budget", "320")
+    assert run.returncode == 0, run.stderr
+    row = json.loads(run.stdout)
+    tokens = row["prompt_tokens"] + row["new_tokens"] - 1
+    assert all(layer["tokens"] == tokens and tokens - layer["evicted"] < 320 + 128 for layer in row["layers"])
+    for options, says in (
+        (("--budget", "320"), "budget = 320, but no --eviction"),
+        (("--eviction", str(document)), "no TRIA file"),
+        (("--eviction", tria, "--budget", "100"), "budget = 100 holds no more"),
+    ):
+        run = _kvfold(*common, *options)
+        assert run.returncode != 0
+        assert says in run.stderr.replace("\n", " ")

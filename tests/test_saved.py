@@ -282,7 +282,7 @@ class TestFile:
         with safe_open(tmp_path / "cache", framework="pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert (metadata["kind"], metadata["version"]) == ("kvfold-cache", "1")
+        assert (metadata["kind"], metadata["version"]) == ("kvfold-cache", str(VERSION))
         assert metadata["kvfold"] == kvfold.__version__
         data = json.loads(metadata["data"])
         assert data["config"]["model_type"] == "llama"
@@ -475,7 +475,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="its kind is 'kvfold-calibration-1'"):
             FoldedCache.load(path)
         write(path, KIND, VERSION + 1, Contents())
-        with pytest.raises(ValueError, match=r"of version '2', this kvfold reads version 1: kvfold '[\d.]+' wrote it"):
+        with pytest.raises(ValueError, match=r"of version '3', this kvfold reads version 2: kvfold '[\d.]+' wrote it"):
             FoldedCache.load(path)
         save_file({"weight": torch.zeros(3)}, path, {"kind": KIND, "version": str(VERSION), "data": "{}"})
         with pytest.raises(ValueError, match="it has no checksum"):

@@ -84,6 +84,7 @@ def attend(
         if mask is not None:
             own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
             own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
+            own_mask = _of_slots(own_mask, group.rows, query.shape[1])
         chosen = backend or _fastest(query, group.rows, mask)
         if backend is not None and (why := WHY_NOT[backend](query, group.rows, mask)) is not None:
             raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
@@ -110,6 +111,16 @@ def attend(
             out = query.new_zeros(*query.shape[:3], new.layer.value_dim)
         out[group.batch_rows, :, skip:] = result.to(out.dtype)
     return query.new_zeros(*query.shape[:3], new.layer.value_dim) if out is None else out
+
+
+def _of_slots(mask: Tensor, rows: FoldedRows, heads: int) -> Tensor:
+    """A mask (…, positions) as one of what is held, (batch, heads, n, length)."""
+    if rows.positions is None:
+        return mask
+    slots = rows.slot_positions().repeat_interleave(heads // rows.kv_heads, 1).unsqueeze(2)
+    batch, _, n, held = slots.shape[0], heads, mask.shape[2], slots.shape[-1]
+    shape = (batch, heads, n)
+    return mask.expand(*shape, -1).gather(-1, slots.expand(*shape, held))
 
 
 def path_of(formats: FormatPair, device: str) -> str:

@@ -77,6 +77,7 @@ class LayerState:
     groups: list[tuple[RowGroup, RowsState]]
     formats: FormatPair | None
     like: tuple[Tensor, Tensor] | None
+    newest_queries: Tensor | None
 
 
 class LayerCache:
@@ -104,6 +105,13 @@ class LayerCache:
     sharpen
         Whether attention scales scores as the keys' format says (`Format.sharpness`).
 
+    Attributes
+    ----------
+    keeps_queries
+        How many of the newest queries to keep, for whoever evicts by them.
+    newest_queries
+        They, (batch, heads, tokens, key_dim), of batches without padding; None if none are kept.
+
     Raises
     ------
     ValueError
@@ -129,12 +137,14 @@ class LayerCache:
         self.frequencies = frequencies
         self.values_of_keys = values_of_keys
         self.sharpen = sharpen
+        self.keeps_queries = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
         self.columns = 0
         self.groups: list[RowGroup] = []
+        self.newest_queries: Tensor | None = None
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
@@ -208,6 +218,9 @@ class LayerCache:
         if query is not None:
             self._check_query(query, new)
         new.observed = True
+        if self.keeps_queries and query is not None:
+            held = [] if self.newest_queries is None else [self.newest_queries]
+            self.newest_queries = torch.cat((*held, query), 2)[:, :, -self.keeps_queries :].clone()
         for group in self.groups:
             own = None if query is None else group.own(query, new.first_column)
             n = new.columns - max(group.padding - new.first_column, 0)
@@ -323,10 +336,23 @@ class LayerCache:
     # Shrinking and rearranging
 
     def crop(self, columns: int) -> int:
-        """Keep the first `columns` columns; return `FoldedRows.crop`'s count for the row that lost most."""
-        lost = 0
+        """Keep the first `columns` columns; return `FoldedRows.crop`'s count for the row that lost most.
+
+        Raises
+        ------
+        ValueError
+            If some of them were evicted and no whole stretch up to there is left.
+        """
+        whole_from = max((group.padding + group.rows.whole_from for group in self.groups), default=0)
+        if 0 < columns < whole_from:
+            raise ValueError(
+                f"layer {self.index}: crop to {columns} tokens, but tokens before {whole_from} were evicted, and which "
+                "would have stayed then is not known: crop to more, or reset the cache"
+            )
+        lost, self.newest_queries = 0, None
         for group in self.groups:
-            lost = max(lost, group.rows.crop(max(columns - group.padding, 0)))
+            kept = max(columns - group.padding - group.rows.evicted, 0)
+            lost = max(lost, group.rows.crop(kept if columns > group.padding else 0))
         self.groups = [group for group in self.groups if group.rows.length]
         self.columns = min(self.columns, columns)
         if self.columns == 0:
@@ -347,6 +373,8 @@ class LayerCache:
             group.rows.select(torch.tensor([place[wanted[i]] for i in new]))
             kept.append(RowGroup(torch.tensor(new, device=group.batch_rows.device), group.padding, group.rows))
         self.groups = kept
+        if self.newest_queries is not None:
+            self.newest_queries = self.newest_queries.index_select(0, rows.to(self.newest_queries.device))
         self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
 
     # Going back
@@ -354,11 +382,12 @@ class LayerCache:
     def state(self) -> "LayerState":
         """What `restore` needs to forget all later columns, without copies."""
         rows = [(group, group.rows.state()) for group in self.groups]
-        return LayerState(self.columns, rows, self._formats, self._like)
+        return LayerState(self.columns, rows, self._formats, self._like, self.newest_queries)
 
     def restore(self, state: "LayerState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
         self.columns, self._formats, self._like = state.columns, state.formats, state.like
+        self.newest_queries = state.newest_queries
         for group, rows in state.groups:
             group.rows.restore(rows)
         self.groups = [group for group, _ in state.groups]
@@ -486,17 +515,30 @@ class LayerCache:
 
     @property
     def value_count(self) -> int:
-        """Numbers that a dense cache would hold for the same tokens: keys and values, padding aside."""
+        """Numbers that a dense cache would hold for the tokens that came: keys and values, padding aside."""
         if self._like is None:
             return 0
         own = self._like[:1] if self.values_of_keys else self._like
         per_token = sum(like.shape[1] * like.shape[3] for like in own)
-        return per_token * sum(len(group.batch_rows) * group.rows.length for group in self.groups)
+        return per_token * sum(len(group.batch_rows) * group.rows.seen for group in self.groups)
+
+    @property
+    def evicted_count(self) -> int:
+        """Tokens of all rows that each head has forgotten."""
+        return sum(len(group.batch_rows) * group.rows.evicted for group in self.groups)
 
     def own(self) -> list[object]:
         """What holds this layer's own tensors: pages, dense tokens, row indices."""
         return [
-            (group.batch_rows, group.rows.sinks, group.rows.tail, group.rows.query_energy, *group.rows.pages())
+            (
+                group.batch_rows,
+                group.rows.sinks,
+                group.rows.tail,
+                group.rows.query_energy,
+                group.rows.positions,
+                *group.rows.pages(),
+                self.newest_queries,
+            )
             for group in self.groups
         ]
 
@@ -507,6 +549,8 @@ class LayerCache:
     def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
         assert self._like is not None
+        if self.evicted_count:
+            raise ValueError(f"layer {self.index}: tokens were evicted, so there is no dense copy of all columns")
         out = [like.new_zeros(*like.shape[:2], self.columns, like.shape[3], dtype=dtype) for like in self._like]
         for group in self.groups:
             for target, source in zip(out, group.rows.unfold(), strict=True):

@@ -57,8 +57,10 @@ class LayerReport:
         Its format, or "dense".
     tokens
         Columns seen, padding included.
+    evicted
+        Tokens of all rows that each head has forgotten.
     values
-        Numbers that a dense cache would hold for the same tokens.
+        Numbers that a dense cache would hold for the tokens that came.
     held_bytes
         Bytes of its tensors, shared tables left out.
     """
@@ -66,6 +68,7 @@ class LayerReport:
     layer: int
     format: str
     tokens: int
+    evicted: int
     values: int
     held_bytes: int
 

@@ -1,8 +1,12 @@
 """Folded sequences of one length: sinks, pages and the dense tail of one layer.
 
-Positions count a row's own tokens from 0. What a query reads does not depend on how the tokens came:
-a page folds once `recent` tokens follow it, and a query at position t reads it folded from the moment
-that happened, dense before. Whole prefill, chunked prefill and single steps therefore agree.
+Positions count a row's own tokens from 0. Tokens that were evicted leave no gap: what is held lies in slots, which also
+count from 0, and slot and position are the same until then. After it, `positions` tells those of the oldest folded
+tokens, and all that follow are further on by what was evicted.
+
+What a query reads does not depend on how the tokens came: a page folds once `recent` tokens follow it, and a query at
+position t reads it folded from the moment that happened, dense before. Whole prefill, chunked prefill and single steps
+therefore agree.
 
 Formats that are fitted to a prompt see statistics of its first 256 tokens. Nothing is folded
 before; the query that completes them is the first that reads folded pages.
@@ -15,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvfold.cache.compaction import fill_holes, fold_again, in_order, move_pages, move_tokens
 from kvfold.cache.saved import Contents
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import FormatPair, KeyStatistics
@@ -98,12 +103,17 @@ class FoldedRows:
         KV heads of the layer.
     length
         Tokens held by each row.
+    evicted
+        Tokens that each head of each row held and forgot.
+    positions
+        Those of the first folded tokens, int32, (batch, kv_heads, tokens); all after them are at slot + `evicted`. None
+        if nothing was evicted.
     keys, values
-        Folded pages; page n covers positions sinks + n·P to sinks + (n+1)·P.
+        Folded pages; page n covers slots sinks + n·P to sinks + (n+1)·P.
     sinks
         The first tokens, dense.
     tail
-        The newest tokens, dense, from position `tail_start` on. It overlaps the pages that folded last, so that
+        The newest tokens, dense, from slot `tail_start` on. It overlaps the pages that folded last, so that
         they can be undone. Absent if the formats fold by token.
     query_energy
         q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch,
@@ -121,6 +131,8 @@ class FoldedRows:
         self.page_size = formats.keys.page_size
         self.window = formats.window
         self.length = 0
+        self.evicted = 0
+        self.positions: Tensor | None = None
         self.keys = PageStore(formats.keys.form, self.window.sinks)
         self.values: PageStore | StoreView
         if formats.shares_pages:
@@ -166,12 +178,17 @@ class FoldedRows:
 
     @property
     def folded_stop(self) -> int:
-        """Position after the last folded token."""
+        """Slot after the last folded token."""
         pages_stop = self.window.sinks + self.keys.count * self.page_size
         return min(self.length, pages_stop) if self.formats.folds_by_token else pages_stop
 
+    @property
+    def seen(self) -> int:
+        """Tokens that came."""
+        return self.length + self.evicted
+
     def reach(self, n: int, dense: DenseSpan | None, causal: bool) -> tuple[list[int], list[int]]:
-        """Positions up to which the newest `n` tokens read, as queries: folded, and at all.
+        """Slots up to which the newest `n` tokens read, as queries: folded, and at all.
 
         Parameters
         ----------
@@ -187,12 +204,13 @@ class FoldedRows:
             return [length] * n, stop
         # What lies before the dense tokens is held folded only.
         at_least = length if dense is None else dense.start
-        ripe = [(t + 1 - self.window.recent - first) // self.page_size if t + 1 >= self.fit_tokens else 0 for t in own]
+        waits = self.fit_tokens - self.evicted
+        ripe = [(t + 1 - self.window.recent - first) // self.page_size if t + 1 >= waits else 0 for t in own]
         return [max(first + pages * self.page_size, at_least) for pages in ripe], stop
 
     def _full_pages(self, length: int, followed_by: int) -> int:
         """Pages of a row of `length` tokens that at least `followed_by` ≥ `recent` tokens follow."""
-        if length - (followed_by - self.window.recent) < self.fit_tokens:
+        if length + self.evicted - (followed_by - self.window.recent) < self.fit_tokens:
             return 0
         return max(length - self.window.sinks - followed_by, 0) // self.page_size
 
@@ -357,7 +375,7 @@ class FoldedRows:
         pages = []
         sides = ((formats.keys, key), (formats.values, value))
         for fmt, x in sides[: len(self.stores)]:
-            pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot))
+            pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot + self.evicted))
             if key.device.type in LOOKED_AT_ONCE or key.shape[2] > 1:
                 require_finite(pages[-1])
         return pages
@@ -374,6 +392,10 @@ class FoldedRows:
             for store in self.stores:
                 require_finite(store.pages(max(self._looked, 0), full))
             self._looked = full
+
+    def _forget_looks(self, length: int) -> None:
+        """What lies after the first `length` slots is looked at anew when it comes again."""
+        self._looked = min(self._looked, max(length - self.window.sinks, -1) // self.page_size)
 
     def _keep_sinks(self, key: Tensor, value: Tensor, n: int) -> None:
         if not n:
@@ -417,6 +439,7 @@ class FoldedRows:
         if self.formats.folds_by_token:
             self.crop(state.length)
         else:
+            self._forget_looks(state.length)
             for store in self.stores:
                 store.truncate(state.pages)
         self.length, self.sinks, self.tail, self.tail_start = state.length, state.sinks, state.tail, state.tail_start
@@ -430,8 +453,17 @@ class FoldedRows:
         fitted = self.unfitted.awaits_fit and not self.formats.awaits_fit
         queries = None if self.query_energy is None else self.query_energy.shape[2]
         saved = Contents(
-            {"pages": self.keys.count, "tail_start": self.tail_start, "fitted": fitted, "queries": queries}
+            {
+                "pages": self.keys.count,
+                "tail_start": self.tail_start,
+                "fitted": fitted,
+                "queries": queries,
+                "evicted": self.evicted,
+                "positions": None if self.positions is None else self.positions.shape[-1],
+            }
         )
+        if self.positions is not None:
+            saved.tensors["positions"] = self.positions
         sides = ("keys", "values")[: len(self.stores)]
         for span_name, span in (("sinks", self.sink_span()), ("tail", self.tail_span())):
             if span is not None:
@@ -463,7 +495,7 @@ class FoldedRows:
         like
             Empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays dense.
         length
-            Tokens held by each row.
+            Tokens that came to each row.
         page
             One page of one head for each of `stores`, for the shapes and dtypes of its tensors.
 
@@ -474,8 +506,15 @@ class FoldedRows:
         """
         batch, kv_heads = like[0].shape[:2]
         rows = cls(formats, kv_heads)
-        rows.length = length
+        rows.evicted = saved.number("evicted", most=max(length - rows.window.sinks, 0))
+        rows.length = length = length - rows.evicted
         after = max(length - rows.window.sinks, 0)
+        if not saved.lacks("positions"):
+            slots = saved.number("positions", most=after)
+            rows.positions = saved.tensor("positions", [torch.int32], (batch, kv_heads, slots))
+            rows._check_positions(saved.where)
+        elif rows.evicted:
+            raise ValueError(f"{saved.where}evicted is {rows.evicted}, but there are no positions")
         if saved.take("fitted", bool):
             fitted = []
             for name, fmt in (("keys_fit", formats.keys), ("values_fit", formats.values)):
@@ -523,6 +562,16 @@ class FoldedRows:
         saved.done()
         return rows
 
+    def _check_positions(self, where: str) -> None:
+        """Raise unless `positions` are different ones before all that follow them."""
+        assert self.positions is not None
+        held = self.positions.sort(-1).values
+        part = not self.formats.folds_by_token and held.shape[-1] % self.page_size
+        apart = bool((held.diff() > 0).all())
+        inside = not held.numel() or (held.min() >= self.window.sinks and held.max() < self.whole_from)
+        if part or not apart or not inside:
+            raise ValueError(f"{where}positions are none that an eviction leaves")
+
     def _check_layout(self, pages: int, after: int, where: str) -> None:
         """Raise unless `pages` pages and this tail can be those of a row with `after` tokens after the sinks."""
         dropped, rest = divmod(self.tail_start - self.window.sinks, self.page_size)
@@ -548,10 +597,96 @@ class FoldedRows:
             if any(not torch.equal(tensor, getattr(free, name)) for name, tensor in last.tensors()):
                 raise ValueError(f"{where}pages hold something after the last token")
 
+    # Evicting
+
+    def evictable(self, recent: int) -> int:
+        """Folded slots, after the sinks, that may be evicted: in whole pages, none among the newest `recent` tokens."""
+        if self.awaits_queries:
+            return 0
+        stop = min(self.folded_stop, self.length - recent)
+        if not self.formats.folds_by_token:
+            stop = min(stop, self.tail_start)
+        return max(stop - self.window.sinks, 0) // self.page_size * self.page_size
+
+    def folded_positions(self, slots: int) -> Tensor:
+        """Positions of the first `slots` folded tokens: int64, (batch, kv_heads, slots)."""
+        assert self.keys.storage is not None
+        first = self.window.sinks + self.evicted
+        later = torch.arange(first, first + slots, device=self.keys.storage.code.device)
+        later = later.expand(self.batch, self.kv_heads, -1)
+        if self.positions is None:
+            return later
+        known = self.positions[..., :slots].long()
+        return torch.cat((known, later[..., known.shape[-1] :]), -1)
+
+    def slot_positions(self) -> Tensor:
+        """Positions of all that is held: int64, (batch, kv_heads, length)."""
+        assert self.positions is not None
+        held = self.positions
+        sinks, after = (
+            torch.arange(*ends, device=held.device).expand(*held.shape[:2], -1)
+            for ends in ((0, self.window.sinks), (self.whole_from, self.seen))
+        )
+        return torch.cat((sinks, held.long(), after), -1)
+
+    @property
+    def whole_from(self) -> int:
+        """Position from which on every token is held."""
+        return 0 if self.positions is None else self.window.sinks + self.positions.shape[-1] + self.evicted
+
+    def evict(self, keep: Tensor, by_page: bool) -> None:
+        """Forget folded tokens for good.
+
+        Parameters
+        ----------
+        keep
+            For the first `evictable` slots, bool, (batch, kv_heads, slots), or (batch, kv_heads, pages) if `by_page`;
+            True equally often for each head, and for whole pages of tokens unless the formats fold by token.
+        by_page
+            Whether whole pages go. Otherwise tokens go; those that stay keep their codes where pages have neither
+            centres nor channel scales, and else are folded once more.
+        """
+        size, pages = self.page_size, keep.shape[-1] if by_page else keep.shape[-1] // self.page_size
+        if self.keys.storage is not None and self.keys.storage.code.device.type not in LOOKED_AT_ONCE:
+            self._look()
+        positions = self.folded_positions(pages * size)
+        folded = self.folded_stop - self.window.sinks
+        if by_page:
+            index = fill_holes(keep, after=self.keys.count - pages)
+            for store in self.stores:
+                move_pages(store, index)
+            within = torch.arange(size, device=index.device)
+            moved = (index[..., : int(keep[0, 0].sum())].unsqueeze(-1) * size + within).flatten(2)
+        elif any(store.describes_pages for store in self.stores):
+            moved = in_order(keep)
+            left = torch.arange(moved.shape[-1] // size, device=keep.device)
+            rest = torch.arange(pages, self.keys.count, device=keep.device)
+            by_slot = torch.cat(
+                (moved, torch.arange(pages * size, folded, device=keep.device).expand(*keep.shape[:2], -1)), -1
+            )
+            for store, fmt in zip(self.stores, (self.formats.keys, self.formats.values), strict=False):
+                if store.describes_pages:
+                    fold_again(store, fmt, moved)
+                    move_pages(store, torch.cat((left, rest)).expand(*keep.shape[:2], -1))
+                else:
+                    move_tokens(store, by_slot)
+        else:
+            index = fill_holes(keep, after=folded - pages * size)
+            for store in self.stores:
+                move_tokens(store, index)
+            moved = index[..., : int(keep[0, 0].sum())]
+        gone = pages * size - moved.shape[-1]
+        self.positions = positions.gather(-1, moved).int()
+        self.length -= gone
+        self.evicted += gone
+        if not self.formats.folds_by_token:
+            self.tail_start -= gone
+        self._forget_looks(self.length)
+
     # Shrinking and rearranging
 
     def crop(self, length: int) -> int:
-        """Forget all but the first `length` tokens.
+        """Forget all but the first `length` slots, of which at least those of `positions` are left.
 
         Returns
         -------
@@ -561,7 +696,7 @@ class FoldedRows:
         """
         if length >= self.length:
             return 0
-        self._looked = min(self._looked, max(length - self.window.sinks, -1) // self.page_size)
+        self._forget_looks(length)
         if self.formats.folds_by_token:
             self._crop_tokens(max(length - self.window.sinks, 0))
             self.length = length
@@ -610,6 +745,8 @@ class FoldedRows:
         for store in self.stores:
             store.select(rows)
         self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
+        if self.positions is not None:
+            self.positions = self.positions.index_select(0, rows.to(self.positions.device))
         self._set_formats(self.formats.with_formats(self.formats.keys.select(rows), self.formats.values.select(rows)))
 
     def _map_dense(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -33,6 +33,11 @@ class PageStore:
         size = self.form.page_size
         return replace(view, tokens=(stop - start) * size, first=self.origin + start * size)
 
+    @property
+    def describes_pages(self) -> bool:
+        """Whether pages have a centre or channel scales, so that a token's codes mean something in its page only."""
+        return self.storage is not None and (self.storage.centre is not None or self.storage.channel_scale is not None)
+
     def append(self, pages: Pages) -> None:
         """Add whole pages after the last."""
         added = pages.code.shape[PAGE_DIM]
@@ -62,6 +67,14 @@ class PageStore:
         if count == 0:
             self.storage = None
         elif self.storage is not None and 2 * count < self._capacity:
+            self.storage = self.storage.map(lambda t: t.narrow(PAGE_DIM, 0, count).clone())
+
+    def give_back(self, count: int) -> None:
+        """Keep the first `count` pages, and no more storage than growing up to there would have left."""
+        self.count = count
+        if count == 0:
+            self.storage = None
+        elif self.storage is not None and self._capacity > count + count // self.GROWTH:
             self.storage = self.storage.map(lambda t: t.narrow(PAGE_DIM, 0, count).clone())
 
     def select(self, rows: Tensor) -> None:

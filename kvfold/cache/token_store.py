@@ -97,7 +97,7 @@ class TokenStore:
     def report(self) -> CacheReport:
         """Bytes held, walked tensor by tensor, layer by layer."""
         rows = [
-            LayerReport(layer.index, layer.format, layer.columns, layer.value_count, held_bytes(layer.own()))
+            LayerReport(layer.index, layer.format, layer.columns, 0, layer.value_count, held_bytes(layer.own()))
             for layer in self.layers
         ]
         return CacheReport(

@@ -11,11 +11,15 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from kvfold.cli.options import CalibrationFile, Json, Model, parse_dtype, token_progress
+from kvfold.eviction import QueryStatistics, TriAttention
 from kvfold.formats import DEFAULT, KeyStatistics, check_names
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.prompt import answer, prompt_ids, read_prompt
+
+BUDGET = 2048
+"""The paper's."""
 
 
 def generate(
@@ -35,6 +39,14 @@ def generate(
             "read; prompt and answer are saved to it at the end.",
         ),
     ] = None,
+    eviction: Annotated[
+        Path | None,
+        typer.Option(help="A TRIA file (`kvfold calibrate --eviction`): forget tokens that queries will not ask for."),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --eviction: tokens that each head of a layer keeps; 2048 by default."),
+    ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -49,8 +61,19 @@ def generate(
     kvfold generate --file report.txt --prompt "Who wrote it?" --cache report.kv
 
     kvfold generate --file report.txt --prompt "And when?" --cache report.kv
+
+    Go on and on in a fixed memory:
+
+    kvfold calibrate --eviction --out smollm2.tria
+
+    kvfold generate --prompt "Tell a long story." --max-new-tokens 4000 --eviction smollm2.tria --budget 1024
     """
     check_names(format)
+    if budget is not None and eviction is None:
+        raise ValueError(f"budget = {budget}, but no --eviction: give the TRIA file by which tokens are chosen")
+    policy = None
+    if eviction is not None:
+        policy = TriAttention(budget=budget or BUDGET, statistics=QueryStatistics.load(eviction))
     weights = parse_dtype(dtype)
     parts = []
     if file is not None:
@@ -65,8 +88,12 @@ def generate(
     network, tokenizer = load_model(model, weights)
     ids = prompt_ids(tokenizer, "\n\n".join(parts), raw)
     attach(network)
-    cache = FoldedCache(network.config, format, calibration=calibration)
+    cache = FoldedCache(network.config, format, calibration=calibration, eviction=policy)
     if cache_file is not None and cache_file.exists():
+        if policy is not None:
+            raise ValueError(
+                f"cache = {str(cache_file)!r} and eviction: a cache that forgot tokens is not reused; give one"
+            )
         cache = _reused(cache_file, cache, ids)
     held = cache.get_seq_length()
     with token_progress() as progress:

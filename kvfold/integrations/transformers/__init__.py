@@ -2,6 +2,6 @@
 
 from kvfold.integrations.transformers.attach import attach, detach
 from kvfold.integrations.transformers.cache import FoldedCache
-from kvfold.integrations.transformers.calibrate import calibrate
+from kvfold.integrations.transformers.calibrate import calibrate, measure_queries
 
-__all__ = ["FoldedCache", "attach", "calibrate", "detach"]
+__all__ = ["FoldedCache", "attach", "calibrate", "detach", "measure_queries"]

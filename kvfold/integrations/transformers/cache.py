@@ -15,11 +15,14 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
 from kvfold.cache.saved import Contents, read, write
+from kvfold.eviction import Eviction
+from kvfold.eviction.evictor import Evictor
 from kvfold.formats import DEFAULT
+from kvfold.integrations.transformers.evicting import for_model
 from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
 from kvfold.integrations.transformers.origin import Origin
-from kvfold.integrations.transformers.rope import rope_frequencies
+from kvfold.integrations.transformers.rope import rope_of
 from kvfold.integrations.transformers.saving import (
     KIND,
     VERSION,
@@ -60,6 +63,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         then.
     sharpen
         Whether attention scales scores against what tbq and tbqp codes of keys do to them (head_dim 64 and 256).
+    eviction
+        Which tokens folded layers forget, and when (`kvfold.TriAttention`, …); for an attached model. None: none.
 
     Raises
     ------
@@ -84,6 +89,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         dense_dtype: torch.dtype | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
         sharpen: bool = False,
+        eviction: Eviction | None = None,
     ) -> None:
         if format is not None and policy is not None:
             raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
@@ -121,7 +127,10 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 "linear attention are not folded",
                 self.text_config.model_type, kinds,
             )  # fmt: skip
+        self.evictor: Evictor | None = None
         super().__init__(layers=layers)
+        if eviction is not None:
+            self.evictor = Evictor(for_model(eviction, self.text_config, self._folded()))
         self._before: list[Callable[[], None]] | None = None
         self._updated_last = len(layers)
 
@@ -137,7 +146,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
             return
         if formats.keys.turns_back:
             assert shape is not None
-            folded.frequencies = rope_frequencies(self.text_config, shape[1])
+            rope = rope_of(self.text_config, shape[1])
+            folded.frequencies = None if rope is None else rope.frequencies
             if folded.frequencies is None:
                 raise ValueError(
                     f"format = {folded.format!r} turns RoPE back, but by which frequencies this "
@@ -149,6 +159,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 raise ValueError(f"the calibration has no layer {folded.index}: calibrate this model")
             if formats.keys.head_dim == folded.statistics.key_variance.shape[-1]:
                 formats.keys.fitted(folded.statistics)
+
+    def _folded(self) -> list[LayerCache]:
+        return [layer.folded for layer in self.layers if isinstance(layer, FoldedLayer)]
 
     def _check_calibration(self, calibration: Calibration) -> None:
         """Raise if it is plainly of another model."""
@@ -186,6 +199,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"layer_idx = {layer_idx}, but this cache was made for a config with {len(self.layers)} layers"
             )
+        if self.evictor is not None and not self.forward_pass.reads_folded:
+            raise ValueError(
+                "eviction is given, but this model does not read folded caches: kvfold.attach(model) first, or leave "
+                "it out"
+            )
         if layer_idx <= self._updated_last:  # a new forward pass
             self._before = [_undo(layer) for layer in self.layers]
         self._updated_last = layer_idx
@@ -201,8 +219,31 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """Called when an attached model's forward pass ends; if it broke, all layers forget its tokens."""
         if broken:
             self._roll_back()
+        elif self.evictor is not None and self.forward_pass.reads_folded:
+            self.evictor.after(self._folded())
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self._before, self._updated_last = None, len(self.layers)
+
+    def evict(self, policy: Eviction) -> None:
+        """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
+
+        Raises
+        ------
+        ValueError
+            If the policy does not fit the model, or it goes by queries and this cache kept none: make the cache with an
+            `eviction` of that kind.
+        """
+        held = [layer for layer in self._folded() if layer.columns]
+        kept = self.evictor.policy.asks_queries if self.evictor is not None else 0
+        if policy.asks_queries > kept:
+            raise ValueError(
+                f"the policy goes by the newest {policy.asks_queries} queries, and this cache keeps {kept}: make it by "
+                f"FoldedCache(config, eviction={type(policy).__name__}(...))"
+            )
+        bound = for_model(policy, self.text_config, self._folded())
+        for layer in self._folded():
+            layer.keeps_queries = kept
+        Evictor(bound).act(held)
 
     def _roll_back(self) -> None:
         for undo in self._before or ():
@@ -256,6 +297,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """Forget every token."""
         super().reset()
         self.forward_pass.padding = None
+        if self.evictor is not None:
+            self.evictor.clear()
         self.origin, self.ids = Origin(), None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -319,7 +362,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
         write(path, KIND, VERSION, saved)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], config: PreTrainedConfig | None = None) -> "FoldedCache":
+    def load(
+        cls, path: str | os.PathLike[str], config: PreTrainedConfig | None = None, *, eviction: Eviction | None = None
+    ) -> "FoldedCache":
         """Read a cache that `save` wrote, onto the CPU; it goes on as if it had never been saved.
 
         An attached model is compared with the one that filled the cache at its first forward pass, by the fingerprint
@@ -332,6 +377,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         config
             The config of the model that is to read it, which must agree with the saved one in all that shapes keys
             and values; None for the saved one, if transformers knows its `model_type`.
+        eviction
+            Which tokens it forgets from now on. What it had forgotten stays forgotten; a policy is not saved.
 
         Raises
         ------
@@ -342,9 +389,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """
         saved = read(path, KIND, VERSION)
         try:
-            return cls._from_saved(saved, config)
+            cache = cls._from_saved(saved, config)
         except ValueError as error:
             raise ValueError(f"path = {str(path)!r}: {error}") from None
+        if eviction is not None:
+            cache.evictor = Evictor(for_model(eviction, cache.text_config, cache._folded()))
+        return cache
 
     @classmethod
     def _from_saved(cls, saved: Contents, config: PreTrainedConfig | None) -> "FoldedCache":
@@ -382,8 +432,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         return cache
 
     def held_bytes(self) -> int:
-        """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables."""
-        return held_bytes(self.layers, self.ids)
+        """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
+        return held_bytes(self.layers, self.ids, self.evictor)
 
     def bits_per_value(self) -> float:
         """Held bits for each number that a dense cache would hold; NaN while empty."""
@@ -392,16 +442,18 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def report(self) -> CacheReport:
         """What is held, layer by layer, walked tensor by tensor."""
         rows = []
-        tables: list[object] = [self.ids]
+        tables: list[object] = [self.ids, self.evictor]
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
                 own = layer.folded.own()
                 tables.append(layer.folded.tables())
                 name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
+                evicted = layer.folded.evicted_count
             else:
                 own = [layer]
                 name, tokens, values = "dense", *_dense_counts(layer)
-            rows.append(LayerReport(i, name, tokens, values, held_bytes(own)))
+                evicted = 0
+            rows.append(LayerReport(i, name, tokens, evicted, values, held_bytes(own)))
         return CacheReport(
             layers=tuple(rows),
             shared_bytes=held_bytes(tables),

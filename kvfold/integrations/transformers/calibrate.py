@@ -1,4 +1,4 @@
-"""Measure the statistics that formats are fitted to, on a text."""
+"""Measure the statistics that formats are fitted to, and those that tokens are evicted by, on a text."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,17 +8,23 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.calibration import PAGE_SIZE, SINKS, Calibration, Observed
 from kvfold.cache.layer import Appended, LayerCache
+from kvfold.eviction import QueryStatistics
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.evicting import model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
+
+See = Callable[[int, Tensor, Tensor, int], None]
+"""What is shown: a layer's index, queries (1, heads, n, D) and keys (1, kv_heads, n, D) that RoPE has turned, and the
+position of the first."""
 
 
 class ObservedLayer(LayerCache):
-    """A layer that folds nothing away (float16) and adds up what queries and keys are like."""
+    """A layer that folds nothing away (float16) and shows its queries and keys."""
 
-    def __init__(self, index: int, observed: Observed) -> None:
+    def __init__(self, index: int, see: See) -> None:
         super().__init__("float16", index)
-        self.observed = observed
+        self.see = see
         self._key: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor, padding: Sequence[int] | None = None) -> Appended:
@@ -30,7 +36,7 @@ class ObservedLayer(LayerCache):
         if query is None or new.observed:
             return
         new.observed = True
-        self.observed.add(query, self._key, begins=new.first_column == 0)
+        self.see(self.index, query, self._key, new.first_column)
 
 
 @torch.no_grad()
@@ -67,24 +73,113 @@ def calibrate(
     passages = [ids for ids in passages if ids.shape[1] >= SINKS + PAGE_SIZE]
     if not passages:
         raise ValueError(f"passages: give at least one of {SINKS + PAGE_SIZE} tokens or more")
+    seen: dict[int, Observed] = {}
+
+    def see(layer: int, query: Tensor, key: Tensor, first: int) -> None:
+        seen.setdefault(layer, Observed()).add(query, key, begins=first == 0)
+
+    _read(model, passages, see, chunk, progress)
+    # Through some layers nobody attends.
+    layers = {index: observed.statistics() for index, observed in seen.items() if observed.enough}
+    tokens = sum(ids.shape[1] for ids in passages)
+    kind = model.config.get_text_config(decoder=True).model_type
+    return Calibration(layers, {"model_type": kind, "tokens": str(tokens), **(about or {})})
+
+
+REPEATS = 64
+"""Times that a token is repeated to see whether turning back its queries gives the same query."""
+TOLERANCE = 0.02
+"""How far those may differ, in units of their length: what float16 and bfloat16 models round away."""
+
+
+@torch.no_grad()
+def measure_queries(
+    model: PreTrainedModel,
+    passages: Sequence[Tensor],
+    *,
+    chunk: int = 512,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> QueryStatistics:
+    """What a model's queries are like before RoPE, for `TriAttention`.
+
+    The queries are those that attention gets, with all that the model does to them (Qwen3's q_norm, …), turned back.
+
+    Parameters
+    ----------
+    model
+        A model; it is attached.
+    passages
+        Tokens, (1, T) each.
+    chunk
+        Tokens of one forward pass.
+    progress
+        Called with numbers of tokens read.
+
+    Raises
+    ------
+    ValueError
+        If there is no passage, the model cannot be attached, no layer of it folds, or it turns queries in a way that
+        is not told simply.
+    """
+    if chunk < 1 or not passages:
+        raise ValueError(f"chunk = {chunk}, {len(passages)} passages: give at least one of each")
+    config = model.config.get_text_config(decoder=True)
+    head_dim, rope = model_rope(config)
+    pairs = len(rope.frequencies)
+    shape = (config.num_hidden_layers, config.num_attention_heads, pairs)
+    total, magnitude = torch.zeros(shape, dtype=torch.complex128), torch.zeros(shape, dtype=torch.float64)
+    omega = torch.tensor(rope.frequencies, dtype=torch.float64)
+
+    def turned_back(query: Tensor, first: int) -> Tensor:
+        """(heads, n, F), complex."""
+        turned = query[0, ..., : 2 * pairs].double().cpu() / rope.turned_by
+        angle = torch.arange(first, first + query.shape[2]).double()[:, None] * omega
+        return torch.complex(*turned.chunk(2, -1)) * torch.polar(torch.ones_like(angle), -angle)
+
+    def see(layer: int, query: Tensor, key: Tensor, first: int) -> None:
+        before = turned_back(query, first)
+        total[layer] += before.sum(1)
+        magnitude[layer] += before.abs().sum(1)
+
+    def check(layer: int, query: Tensor, key: Tensor, first: int) -> None:
+        before = turned_back(query, first)
+        apart = (before - before[:, :1]).norm(dim=-1).amax() / before.norm(dim=-1).amax()
+        if not alike and apart > TOLERANCE:
+            raise ValueError(
+                f"a {config.model_type} turns its queries in another way than its config tells (turned back, those of "
+                f"one token at several positions differ by {apart:.0%}): TriAttention does not take it; StreamingLLM "
+                "and SnapKV do"
+            )
+        alike.add(layer)  # deeper layers may tell positions apart
+
+    alike: set[int] = set()
+    _read(model, [passages[0][:, :1].expand(1, REPEATS)], check, REPEATS, lambda tokens: None)
+    _read(model, passages, see, chunk, progress)
+    tokens = sum(ids.shape[1] for ids in passages)
+    scaling = getattr(
+        next(m for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "layer_idx")), "scaling", 1.0
+    )
+    return QueryStatistics.of(
+        total / tokens, magnitude / tokens, config.num_key_value_heads, head_dim, rope.theta, float(scaling)
+    )
+
+
+def _read(
+    model: PreTrainedModel, passages: Sequence[Tensor], see: See, chunk: int, progress: Callable[[int], None]
+) -> None:
+    """Let a model read passages, and see what its folded layers see."""
     if not attach(model):
         raise ValueError(
-            f"{type(model).__name__} has its own attention code, so nobody sees its queries: leave the calibration "
-            "out, and keys alone decide"
+            f"{type(model).__name__} has its own attention code, so nobody sees its queries: it cannot be calibrated"
         )
-    seen: dict[int, Observed] = {}
     for ids in passages:
         cache = FoldedCache(model.config, "float16")
-        for i, layer in enumerate(cache.layers):
-            if isinstance(layer, FoldedLayer):
-                layer.folded = ObservedLayer(i, seen.setdefault(i, Observed()))
+        folded = [layer for layer in cache.layers if isinstance(layer, FoldedLayer)]
+        if not folded:
+            raise ValueError("no layer of this model folds, so there is nothing to calibrate")
+        for layer in folded:
+            layer.folded = ObservedLayer(layer.folded.index, see)
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
             model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             progress(part.shape[1])
-    if not seen:
-        raise ValueError("no layer of this model folds, so there is nothing to calibrate")
-    # Through some layers nobody attends.
-    layers = {index: observed.statistics() for index, observed in seen.items() if observed.enough}
-    tokens = sum(ids.shape[1] for ids in passages)
-    return Calibration(layers, {"model_type": cache.text_config.model_type, "tokens": str(tokens), **(about or {})})

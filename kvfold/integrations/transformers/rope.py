@@ -1,24 +1,48 @@
-"""The frequencies by which a model's RoPE turns keys."""
+"""How a model's RoPE turns keys."""
+
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def rope_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[float, ...] | None:
-    """ω_f of a model whose layers all turn by the same ones; None if that is not told simply.
+@dataclass(frozen=True)
+class Rope:
+    """A RoPE that does not depend on the length of the sequence.
+
+    Attributes
+    ----------
+    frequencies
+        ω_f of each pair of channels.
+    turned_by
+        What keys are multiplied by beside being turned: YaRN's attention factor, else 1.
+    theta
+        Its base.
+    """
+
+    frequencies: tuple[float, ...]
+    turned_by: float
+    theta: float
+
+
+def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:
+    """The RoPE by which a model turns the keys of all its full-attention layers; None if that is not told simply.
 
     Scaled ones (linear, llama3, YaRN, …) are those that transformers computes; scaling that depends on the length of a
     sequence is not told simply.
     """
     rope = getattr(config, "rope_parameters", None)
+    layer_type = {}
+    if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
+        rope, layer_type = rope["full_attention"], {"layer_type": "full_attention"}
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return None
-    kind = rope.get("rope_type", "default")
+    kind, theta = rope.get("rope_type", "default"), float(rope["rope_theta"])
     if kind == "default":
         dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-        return tuple(rope["rope_theta"] ** (-2 * f / dim) for f in range(dim // 2))
+        return Rope(tuple(theta ** (-2 * f / dim) for f in range(dim // 2)), 1.0, theta)
     if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
         return None
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return tuple(frequencies.tolist())
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **layer_type)
+    return Rope(tuple(frequencies.tolist()), float(factor), theta)

@@ -1,0 +1,59 @@
+"""Policies to compare with."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvfold.attention.reference import page_scores
+from kvfold.eviction.policy import Candidates, Eviction
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Eviction):
+    """The first tokens and the newest (arXiv 2309.17453)."""
+
+    def scores(self, candidates: Candidates) -> Tensor:
+        return candidates.positions.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Eviction):
+    """Tokens that the newest queries look at, and their neighbours (after arXiv 2404.14469).
+
+    The original chooses once, after the prompt; this one at every trigger.
+
+    Attributes
+    ----------
+    window
+        How many of the newest queries count.
+    kernel
+        Over how many neighbours their attention is averaged, an odd number.
+    """
+
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(
+                f"window = {self.window}, kernel = {self.kernel}: give a number of queries, and an odd one"
+            )
+
+    @property
+    def asks_queries(self) -> int:  # type: ignore[override]
+        return self.window
+
+    def scores(self, candidates: Candidates) -> Tensor:
+        assert candidates.queries is not None
+        rows = candidates.rows
+        form = rows.keys.form
+        query = candidates.queries.float().unflatten(1, (rows.kv_heads, -1)) * rows.key_dim**-0.5
+        rotated = form.rotated_query(query)
+        logits = torch.cat([page_scores(rotated, pages, form) for _, pages in candidates.blocks()], -1)
+        seen = logits.softmax(-1).mean((2, 3))  # (batch, kv_heads, slots)
+        order = candidates.positions.argsort(-1)
+        pooled = avg_pool1d(seen.gather(-1, order), self.kernel, 1, self.kernel // 2)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)

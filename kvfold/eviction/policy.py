@@ -1,0 +1,231 @@
+"""What every policy has in common: when tokens go, how many, and which by their scores."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.rows import FoldedRows
+from kvfold.formats.page import Pages
+
+Mode = Literal["union", "per_head", "per_layer_per_head"]
+MODES = ("union", "per_head", "per_layer_per_head")
+SPREAD = 2.0
+"""What a page is worth: the mean of its tokens' scores and so many of their deviations (benchmarks/eviction.py)."""
+PAGE_BLOCK = 16
+"""Pages that are scored at a time."""
+
+
+@dataclass(eq=False)
+class Candidates:
+    """Folded tokens of one layer that may go, of batch rows of one length.
+
+    Attributes
+    ----------
+    layer
+        The layer's index.
+    rows
+        What holds them.
+    slots
+        How many: the first that are folded.
+    queries
+        The newest queries, (batch, heads, tokens, key_dim), if the policy asked for them.
+    """
+
+    layer: int
+    rows: FoldedRows
+    slots: int
+    queries: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """int64, (batch, kv_heads, slots)."""
+        return self.rows.folded_positions(self.slots)
+
+    @property
+    def now(self) -> int:
+        """Position of the newest token."""
+        return self.rows.seen - 1
+
+    def blocks(self) -> Iterator[tuple[slice, Pages]]:
+        """Some pages at a time, and the slots that they are."""
+        size = self.rows.page_size
+        for first in range(0, self.slots // size, PAGE_BLOCK):
+            stop = min(first + PAGE_BLOCK, self.slots // size)
+            yield slice(first * size, stop * size), self.rows.keys.pages(first, stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eviction(ABC):
+    """A policy: scores, and what is made of them. Subclasses give the scores.
+
+    Tokens go for good, and their memory with them. The sinks and the newest tokens always stay.
+
+    Attributes
+    ----------
+    budget
+        Tokens that a head keeps in a layer, dense ones included.
+    keep_first
+        The first tokens of a sequence, which stay whatever their scores. Formats keep some of them dense by themselves.
+    recent
+        The newest tokens, which stay.
+    interval
+        Tokens go after every so many new ones, if there are more than `budget`.
+    slack
+        In the place of an interval: tokens go when there are more than `budget` + `slack`.
+    mode
+        Who chooses: "union", all heads of all layers together, by the highest score that any of them gives; "per_head",
+        each head by the mean over all layers; "per_layer_per_head", each for itself.
+    segments
+        0: the highest scores stay (the paper's policy). Else the sequence between the first and the newest tokens is
+        cut into so many parts, and each keeps an equal share (with `keep_first` and `recent` of 128 and 8 segments this
+        passed where the paper's policy lost the end of long texts).
+    unit
+        What goes: whole "page"s of 64 tokens, by the mean of their scores and twice their deviation; or single
+        "token"s. Pages keep neighbours together, which a model needs to say again what it read, and nothing in them
+        moves. Tokens of pages that have centres or channel scales ("kvfold", "centred") are folded once more.
+    keep_prompt
+        Whether all tokens up to the first that comes alone stay, beside the budget.
+    """
+
+    budget: int
+    keep_first: int = 4
+    recent: int = 128
+    interval: int | None = 128
+    slack: int | None = None
+    mode: Mode = "union"
+    segments: int = 0
+    unit: Literal["page", "token"] = "page"
+    keep_prompt: bool = False
+
+    asks_queries = 0
+    """How many of the newest queries `scores` wants to see."""
+
+    def __post_init__(self) -> None:
+        least = {"budget": 1, "keep_first": 0, "recent": 1, "segments": 0, "interval": 1, "slack": 0}
+        for name, fewest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < fewest:
+                raise ValueError(f"{name} = {value}: give {fewest} or more")
+        if (self.interval is None) == (self.slack is None):
+            raise ValueError(
+                f"interval = {self.interval} and slack = {self.slack}: give one of them, and None for the other"
+            )
+        if self.budget <= self.keep_first + self.recent:
+            raise ValueError(
+                f"budget = {self.budget} holds no more than the first {self.keep_first} and the newest {self.recent} "
+                "tokens, which always stay: give a larger one, or less of those"
+            )
+        if self.mode not in MODES:
+            raise ValueError(f"mode = {self.mode!r}: choose one of {', '.join(MODES)}")
+        if self.unit not in ("page", "token"):
+            raise ValueError(f"unit = {self.unit!r}: choose 'page' or 'token'")
+
+    @abstractmethod
+    def scores(self, candidates: Candidates) -> Tensor:
+        """How much each is worth keeping: float32, (batch, kv_heads, slots)."""
+
+    def budget_of(self, layer: int) -> int:
+        """Tokens that heads of a layer keep."""
+        return self.budget
+
+    def keep(self, candidates: Sequence[Candidates], prompt: int = 0) -> list[Tensor | None]:
+        """What stays, layer by layer: `FoldedRows.evict`'s `keep`, or None where nothing goes.
+
+        Parameters
+        ----------
+        candidates
+            Of each layer, the same batch rows.
+        prompt
+            Tokens at the start that stay beside the budget.
+        """
+        units = [_Units.of(self, each, self.scores(each)) for each in candidates]
+        if self.mode != "per_layer_per_head":
+            _share(units, self.mode)
+        first = max(prompt, self.keep_first)
+        return [each.keep(self, first, prompt) for each in units]
+
+
+@dataclass(eq=False)
+class _Units:
+    """What can go of one layer: tokens, or pages.
+
+    Attributes
+    ----------
+    scores, start
+        Of each unit, (batch, kv_heads, units): its worth, and its first position.
+    size
+        Tokens of a unit.
+    """
+
+    candidates: Candidates
+    scores: Tensor
+    start: Tensor
+    size: int
+
+    @classmethod
+    def of(cls, policy: Eviction, candidates: Candidates, scores: Tensor) -> "_Units":
+        positions = candidates.positions
+        if policy.unit == "token":
+            return cls(candidates, scores, positions, 1)
+        size = candidates.rows.page_size
+        scores, positions = (x.unflatten(-1, (-1, size)) for x in (scores, positions))
+        worth = scores.mean(-1) + SPREAD * scores.std(-1, correction=0)
+        return cls(candidates, worth, positions.amin(-1), size)
+
+    def keep(self, policy: Eviction, first: int, prompt: int) -> Tensor | None:
+        """The units that stay, bool, (batch, kv_heads, units); None if all do."""
+        rows, slots = self.candidates.rows, self.candidates.slots
+        room = policy.budget_of(self.candidates.layer) + prompt - (rows.length - slots)
+        step = 1 if rows.formats.folds_by_token and self.size == 1 else rows.page_size
+        always = self.start < first
+        most = int(always.sum(-1).max()) * self.size
+        kept = max(room // step, -(-most // step)) * step // self.size
+        if kept >= self.scores.shape[-1]:
+            return None
+        scores = self.scores
+        if policy.segments:
+            stop = self.candidates.now + 1 - policy.recent
+            quota = (kept - most // self.size) // policy.segments
+            scores = _by_segments(
+                scores.masked_fill(always, -torch.inf), self.start, first, stop, policy.segments, quota
+            )
+        best = scores.masked_fill(always, torch.inf).topk(kept, -1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def _share(units: Sequence[_Units], mode: Mode) -> None:
+    """Let scores agree: over layers for each head ("per_head"), or over all ("union")."""
+    order = [each.start.argsort(-1) for each in units]
+    ordered = [each.scores.gather(-1, own) for each, own in zip(units, order, strict=True)]
+    places = [each.start.gather(-1, own) for each, own in zip(units, order, strict=True)]
+    if any(place.shape != places[0].shape or not torch.equal(place, places[0]) for place in places):
+        raise ValueError(
+            f"mode = {mode!r} lets all layers keep the same tokens, but they hold different ones: give them formats "
+            "alike and the same mode from the start"
+        )
+    together = torch.stack(ordered)
+    shared = together.mean(0) if mode == "per_head" else together.amax((0, 2), keepdim=True)[0].expand_as(ordered[0])
+    for each, own in zip(units, order, strict=True):
+        each.scores = torch.empty_like(each.scores).scatter_(-1, own, shared)
+
+
+def _by_segments(scores: Tensor, start: Tensor, first: int, stop: int, segments: int, quota: int) -> Tensor:
+    """Scores that let each of `segments` equal parts of first … stop keep its best `quota`, and then the best."""
+    part = ((start - first).clamp_min(0) * segments // max(stop - first, 1)).clamp_max(segments - 1)
+    finite = scores.masked_fill(scores.isinf(), 0)
+    lift, lifted = finite.amax() - finite.amin() + 1, scores.clone()
+    for segment in range(segments):
+        best = scores.masked_fill(part != segment, -torch.inf).topk(min(quota, scores.shape[-1]), -1)
+        more = torch.where(best.values.isfinite(), lift, 0)
+        lifted.scatter_add_(-1, best.indices, more)
+    return lifted
+
+
+def normalised(scores: Tensor) -> Tensor:
+    """Scores with mean 0 and deviation 1 over the tokens."""
+    deviation = scores.std(-1, correction=0, keepdim=True).clamp_min(1e-6)
+    return (scores - scores.mean(-1, keepdim=True)) / deviation

@@ -1,0 +1,169 @@
+"""What a model's queries are like before RoPE, and the TRIA file that holds it.
+
+A file of version 1 or 2, little-endian: 0 u32 magic, u32 version; 8 u32 layers, heads, kv_heads, head_dim, pairs;
+28 f32 rope_theta, f32 attn_scale; 36 to 63 zero; version 2: 64 f32[layers] budget scales; then for each layer and head
+f32[pairs] each of Re E[q], Im E[q], E|q| and |E q|/E|q|.
+"""
+
+import os
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.saved import replacing
+
+MAGIC = 0x54524941
+HEADER = struct.Struct("<7I2f28x")
+LARGEST = 2**16
+"""A header with more layers, heads or pairs is damaged."""
+BANDS = 2
+"""A layer's budget goes by so many of its strongest pairs."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueryStatistics:
+    """Means of each head's queries before RoPE, as pairs q_f = q[f] + i·q[f + F] of the channels that RoPE turns.
+
+    Attributes
+    ----------
+    heads, kv_heads, head_dim
+        Of the model.
+    rope_theta, attn_scale
+        Of the model, as whoever measured it says; F frequencies are θ^(−f/F) if RoPE is not scaled.
+    tables
+        Re E[q], Im E[q], E|q| and |E q|/E|q|: float32, (layers, heads, 4, F). Zeros where a layer was not measured.
+    budget_scales
+        Of each layer, for `TriAttention(layer_budgets=True)`; (): a file of version 1, which has none.
+    """
+
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    attn_scale: float
+    tables: Tensor
+    budget_scales: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls, mean: Tensor, magnitude: Tensor, kv_heads: int, head_dim: int, rope_theta: float, attn_scale: float
+    ) -> "QueryStatistics":
+        """Statistics of E[q], complex, and E|q|, both (layers, heads, F); layers that are all 0 were not measured."""
+        concentration = torch.where(magnitude > 0, mean.abs() / magnitude, 0)
+        tables = torch.stack((mean.real, mean.imag, magnitude, concentration), 2).float()
+        return cls(kv_heads, head_dim, rope_theta, attn_scale, tables, tuple(budget_scales(tables)))
+
+    @property
+    def layers(self) -> int:
+        return self.tables.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.tables.shape[1]
+
+    @property
+    def pairs(self) -> int:
+        """F, pairs of channels that RoPE turns."""
+        return self.tables.shape[3]
+
+    @property
+    def mean(self) -> Tensor:
+        """E[q]: complex64, (layers, heads, F)."""
+        return torch.complex(self.tables[:, :, 0], self.tables[:, :, 1])
+
+    @property
+    def magnitude(self) -> Tensor:
+        """E|q|: float32, (layers, heads, F)."""
+        return self.tables[:, :, 2]
+
+    def measured(self, layer: int) -> bool:
+        """Whether there is anything of a layer."""
+        return layer < self.layers and bool(self.magnitude[layer].any())
+
+    def with_rope_theta(self, rope_theta: float) -> "QueryStatistics":
+        """The same under another rope_theta: for a file whose queries are right and whose header is not."""
+        return replace(self, rope_theta=rope_theta)
+
+    def to_bytes(self) -> bytes:
+        """A TRIA file; of version 1 if there are no budget scales."""
+        version = 2 if self.budget_scales else 1
+        sizes = self.layers, self.heads, self.kv_heads, self.head_dim, self.pairs
+        scales = struct.pack(f"<{len(self.budget_scales)}f", *self.budget_scales)
+        numbers = self.tables.contiguous().numpy().astype("<f4").tobytes()
+        return HEADER.pack(MAGIC, version, *sizes, self.rope_theta, self.attn_scale) + scales + numbers
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "QueryStatistics":
+        """What `to_bytes` wrote.
+
+        Raises
+        ------
+        ValueError
+            If it is no TRIA file of version 1 or 2, or damaged.
+        """
+        if len(data) < HEADER.size or struct.unpack_from("<I", data)[0] != MAGIC:
+            raise ValueError("this is no TRIA file: it does not begin with its magic number and a header of 64 bytes")
+        _, version, layers, heads, kv_heads, head_dim, pairs, rope_theta, attn_scale = HEADER.unpack_from(data)
+        if version not in (1, 2):
+            raise ValueError(f"a TRIA file of version {version}: versions 1 and 2 are known")
+        sizes = (layers, heads, kv_heads, head_dim, pairs)
+        if not all(0 < size <= LARGEST for size in sizes) or heads % kv_heads or 2 * pairs > head_dim:
+            raise ValueError(
+                f"the file is damaged: its header says {layers} layers, {heads} heads, {kv_heads} KV heads of "
+                f"{head_dim} and {pairs} pairs"
+            )
+        if any(data[36 : HEADER.size]):
+            raise ValueError("bytes 36 to 63 of the file are not zero: it is damaged, or of a later version")
+        after = HEADER.size + (4 * layers if version == 2 else 0)
+        expected = after + layers * heads * 4 * pairs * 4
+        if len(data) != expected:
+            raise ValueError(
+                f"the file has {len(data)} bytes, and {layers} layers, {heads} heads and {pairs} pairs take "
+                f"{expected}: it is truncated or of another model"
+            )
+        scales = struct.unpack_from(f"<{layers}f", data, HEADER.size) if version == 2 else ()
+        numbers = torch.frombuffer(bytearray(data[after:]), dtype=torch.float32)
+        header = torch.tensor([rope_theta, attn_scale, *scales])
+        if not (numbers.isfinite().all() and header.isfinite().all() and (header > 0).all()):
+            raise ValueError("the file is damaged: a number is a NaN, infinite, or not above 0 where it must be")
+        tables = numbers.view(layers, heads, 4, pairs)
+        return cls(kv_heads, head_dim, rope_theta, attn_scale, tables, scales)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a TRIA file."""
+        with replacing(path) as file:
+            file.write(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "QueryStatistics":
+        """Read a TRIA file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no TRIA file of version 1 or 2, or damaged.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(
+                f"statistics = {str(path)!r}: there is no such file; kvfold calibrate --eviction makes one"
+            )
+        try:
+            return cls.from_bytes(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"statistics = {str(path)!r}: {error}") from None
+
+
+def budget_scales(tables: Tensor) -> list[float]:
+    """1 + (1 − m_l) of each layer, with mean 1: m_l is |E q|/E|q| of the two strongest pairs, averaged over heads.
+
+    Layers that were not measured get 1.
+    """
+    strongest = tables[:, :, 2].topk(min(BANDS, tables.shape[3]), -1).indices
+    raw = 2 - tables[:, :, 3].gather(-1, strongest).mean((1, 2)).double()
+    measured = tables[:, :, 2].flatten(1).any(-1)
+    scales = torch.where(measured, raw / raw[measured].mean(), 1.0) if measured.any() else torch.ones_like(raw)
+    return scales.float().tolist()

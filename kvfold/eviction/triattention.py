@@ -1,0 +1,78 @@
+"""TriAttention (arXiv 2604.04921): keys that the model's queries, as they are on average, will not ask for, go."""
+
+from dataclasses import KW_ONLY, dataclass
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from kvfold.eviction.policy import Candidates, Eviction, normalised
+from kvfold.eviction.tria import QueryStatistics
+from kvfold.formats.amx3 import AMX3
+from kvfold.kernels import ops
+from kvfold.quant import polar
+from kvfold.quant.importance import expected_queries
+
+
+@dataclass(frozen=True)
+class TriAttention(Eviction):
+    """Scores of keys by a trigonometric series of their distance (`kvfold.quant.importance` has the formula).
+
+    Scores of each query head have mean 0 and deviation 1 over the tokens; a KV head takes the highest of its query
+    heads. Keys are scored some pages at a time, from codes; "amx3" has them before RoPE.
+
+    Attributes
+    ----------
+    statistics
+        Of the model's queries (`kvfold.measure_queries`), or the name of a TRIA file, such as `kvfold calibrate
+        --eviction` writes.
+    layer_budgets
+        Whether a layer's budget is multiplied by its scale in the file; for the mode "per_layer_per_head".
+    frequencies, turned_by
+        RoPE's ω_f, and what it multiplies keys by; `FoldedCache` fills them in from the model's config.
+    """
+
+    statistics: QueryStatistics
+    _: KW_ONLY
+    layer_budgets: bool = False
+    frequencies: tuple[float, ...] = ()
+    turned_by: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.statistics, str | PathLike):
+            object.__setattr__(self, "statistics", QueryStatistics.load(self.statistics))
+        if self.layer_budgets and not self.statistics.budget_scales:
+            raise ValueError("layer_budgets = True, but the file is of version 1 and has no budget scales")
+        if self.layer_budgets and self.mode != "per_layer_per_head":
+            raise ValueError(
+                f"layer_budgets = True and mode = {self.mode!r}, which lets all layers keep the same tokens: give "
+                "mode='per_layer_per_head'"
+            )
+
+    def budget_of(self, layer: int) -> int:
+        return max(1, int(self.budget * self.statistics.budget_scales[layer])) if self.layer_budgets else self.budget
+
+    def scores(self, candidates: Candidates) -> Tensor:
+        return normalised(self.raw_scores(candidates)).amax(2)
+
+    def raw_scores(self, candidates: Candidates) -> Tensor:
+        """The series of each query head: float32, (batch, kv_heads, heads / kv_heads, slots)."""
+        rows, fmt = candidates.rows, candidates.rows.formats.keys
+        statistics = self.statistics
+        device = rows.keys.pages().code.device
+        direction, spread = expected_queries(
+            statistics.mean[candidates.layer].to(device), statistics.magnitude[candidates.layer].to(device),
+            candidates.now, torch.tensor(self.frequencies, dtype=torch.float64, device=device), self.turned_by,
+        )  # fmt: skip
+        direction, spread = (x.unflatten(0, (rows.kv_heads, -1)) for x in (direction, spread))
+        positions = candidates.positions if isinstance(fmt, AMX3) else None
+        parts = []
+        for slots, pages in candidates.blocks():
+            if positions is None:
+                keys = fmt.unfold(pages)
+            else:
+                pairs = fmt.before_rope(pages)  # type: ignore[attr-defined]
+                keys = polar.from_pairs(polar.turn(pairs, positions[..., slots], self.frequencies))
+            parts.append(ops.pair_scores(keys, direction, spread))
+        return torch.cat(parts, -1)

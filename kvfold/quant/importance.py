@@ -1,0 +1,58 @@
+"""How much keys will be asked for, by what queries are like on average (TriAttention, arXiv 2604.04921).
+
+For a head with mean query E[q_f] and mean magnitude E|q_f| before RoPE, pairs f of channels, and a key k at position p,
+
+    score = mean_o Σ_f Re( E[q_f]·conj(k_f)·e^{i·Δ_o·ω_f} ) + Σ_f max(0, E|q_f| − |E[q_f]|)·|k_f|,  Δ_o = now − p + 2^o
+
+with o = 0 … 16. A cache holds keys that RoPE has turned, k̃_f = m·k_f·e^{i·p·ω_f}. So the first sum is a dot product of
+k̃ with one vector a head, mean_o E[q_f]·e^{i·(now + 2^o)·ω_f}/m, and no key has to be turned back.
+"""
+
+import torch
+from torch import Tensor
+
+OFFSETS = tuple(2**o for o in range(17))
+
+
+def expected_queries(
+    mean: Tensor, magnitude: Tensor, now: int, frequencies: Tensor, turned_by: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """What `pair_scores` takes.
+
+    Parameters
+    ----------
+    mean, magnitude
+        E[q], complex, and E|q|: (heads, F).
+    now
+        Position of the newest token.
+    frequencies
+        ω_f: float64, (F,).
+    turned_by
+        m, by which RoPE multiplies keys beside turning them (YaRN's attention factor).
+
+    Returns
+    -------
+    tuple of Tensor
+        Directions, real parts and then imaginary ones, (heads, 2F), and weights of magnitudes, (heads, F): float32.
+    """
+    ahead = now + torch.tensor(OFFSETS, dtype=torch.float64, device=frequencies.device)
+    turn = torch.polar(torch.ones((), dtype=torch.float64, device=ahead.device), ahead[:, None] * frequencies).mean(0)
+    direction = mean.to(torch.complex128) * turn / turned_by
+    spread = (magnitude.double() - mean.to(torch.complex128).abs()).clamp_min(0) / turned_by
+    return torch.cat((direction.real, direction.imag), -1).float(), spread.float()
+
+
+def pair_scores(x: Tensor, direction: Tensor, spread: Tensor) -> Tensor:
+    """Scores of keys: float32, (…, heads, T, repeat) → for x (…, heads, T, D), (…, heads, repeat, T).
+
+    Parameters
+    ----------
+    x
+        Keys turned by RoPE, float32; pair f is channels f and f + F.
+    direction, spread
+        Of the queries that share a KV head: (heads, repeat, 2F) and (heads, repeat, F).
+    """
+    pairs = spread.shape[-1]
+    turned = x[..., : 2 * pairs]
+    magnitude = torch.hypot(turned[..., :pairs], turned[..., pairs:])
+    return direction @ turned.mT + spread @ magnitude.mT
