@@ -46,7 +46,7 @@ RETENTIONS = (0.75, 0.5, 0.25)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 NEXT = 500
 """Tokens that the quality part predicts."""
-EVERYTHING = SnapKV(budget=2**30)
+EVERYTHING = SnapKV(budget=2**30, mode="per_layer_per_head")
 """Forgets nothing, and keeps the queries that SnapKV wants to see."""
 
 
@@ -86,8 +86,16 @@ class Bench:
             for retention in RETENTIONS:
                 own = copy.deepcopy(cache)
                 own.evict(make(int(retention * cache.get_seq_length())))
-                own.evictor = None
+                forget_queries(own)
                 yield name, retention, own
+
+
+def forget_queries(cache: FoldedCache) -> FoldedCache:
+    """The cache without the queries that were kept for SnapKV, which would count as held."""
+    cache.evictor = None
+    for layer in cache.layers:
+        layer.folded.keeps_queries, layer.folded.newest_queries = 0, None
+    return cache
 
 
 def quality(bench: Bench, format: str, step: Callable[[], None]) -> list[dict[str, Any]]:
@@ -111,7 +119,7 @@ def quality(bench: Bench, format: str, step: Callable[[], None]) -> list[dict[st
         }  # fmt: skip
 
     full = predict(copy.deepcopy(cache))
-    return [row("full", 1.0, copy.deepcopy(cache)), *(row(*one) for one in bench.evicted(cache))]
+    return [row("full", 1.0, forget_queries(copy.deepcopy(cache))), *(row(*one) for one in bench.evicted(cache))]
 
 
 def needle(bench: Bench, format: str, repeats: int, step: Callable[[], None]) -> list[dict[str, Any]]:
@@ -155,9 +163,7 @@ def long(bench: Bench, new_tokens: int, budget: int) -> list[dict[str, Any]]:
     config, series = bench.model.config, {"statistics": bench.queries, "budget": budget}
     caches: dict[str, Callable[[], Any]] = {
         "dense": lambda: transformers.DynamicCache(config=config),
-        "kvfold-4": lambda: FoldedCache(config, "kvfold-4"),
         "kvfold-4, TriAttention": lambda: FoldedCache(config, "kvfold-4", eviction=TriAttention(**series)),
-        "turboquant-4, TriAttention": lambda: FoldedCache(config, "turboquant-4", eviction=TriAttention(**series)),
         "turboquant-4, keep_first = 0": lambda: FoldedCache(
             config, "turboquant-4", eviction=TriAttention(**series, keep_first=0, unit="token")
         ),
@@ -305,7 +311,7 @@ def main() -> None:
     queries = kvfold.measure_queries(model, split_passages(ids[:, :20_000], 1_024, 4))
     bench = Bench(model, tokenizer, ids, queries, args.length)
     rows: list[dict[str, Any]] = []
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
 
     def keep(new: list[dict[str, Any]]) -> None:
         rows.extend(new)

@@ -168,6 +168,7 @@ def test_forgetting(tmp_path: Path) -> None:
     for options, says in (
         (("--budget", "320"), "budget = 320, but no --eviction"),
         (("--eviction", str(document)), "no TRIA file"),
+        (("--eviction", tria, "--cache", "x.kv"), "a cache that forgets tokens is not kept"),
         (("--eviction", tria, "--budget", "100"), "budget = 100 holds no more"),
     ):
         run = _kvfold(*common, *options)

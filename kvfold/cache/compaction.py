@@ -6,7 +6,6 @@ only into the places that became free.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvfold.cache.store import PAGE_DIM, PageStore
 from kvfold.formats.base import Format
@@ -53,14 +52,20 @@ def move_tokens(store: PageStore, index: Tensor) -> None:
     form, kept = store.form, index.shape[-1]
     size = form.page_size
     count = -(-kept // size)
-    # What lies after the last token is a copy of the first, until it is cleared.
-    by_page = pad(index, (0, count * size - kept)).unflatten(-1, (count, size))
-    own = torch.arange(count * size, device=index.device).view(count, size)
-    pages = (by_page != own).any(-1).any(0).any(0).nonzero()[:, 0]
-    if len(pages):
-        source = by_page[:, :, pages].flatten(2)
-        tokens = form.unpack(store.pages()).map_tokens(lambda t: _at(t.flatten(2, 3), source).unflatten(2, (-1, size)))
-        _write(store, pages, dict(form.pack(tokens).tensors()))
+    if count:
+        # What lies after the last token is a copy of it, until it is cleared.
+        by_page = torch.cat((index, index[..., -1:].expand(-1, -1, count * size - kept)), -1).unflatten(-1, (-1, size))
+        own = torch.arange(count * size, device=index.device).view(count, size)
+        pages = (by_page != own).any(-1).any(0).any(0).nonzero()[:, 0]
+        if len(pages):
+            first = int(pages[0])  # nothing comes from before
+            source = by_page[:, :, pages].flatten(2) - first * size
+
+            def moved(part: Tensor) -> Tensor:
+                return _at(part.flatten(2, 3), source).unflatten(2, (-1, size))
+
+            tokens = form.unpack(store.pages(first)).map_tokens(moved)
+            _write(store, pages, dict(form.pack(tokens).tensors()))
     store.give_back(count)
     if kept % size:
         form.clear(store.pages(count - 1), kept % size)
@@ -69,8 +74,8 @@ def move_tokens(store: PageStore, index: Tensor) -> None:
 def fold_again(store: PageStore, format: Format, index: Tensor) -> None:
     """Let the first pages hold, in order, the tokens of slots `index` (…, whole pages of them), folded once more.
 
-    For pages with a centre or channel scales, which are made for the tokens of a page: what moved has twice the error.
-    Pages before the first token that moves stay as they are; the number of pages does not change.
+    For pages with a centre or channel scales, which are made for the tokens of a page: each time adds an error. Pages
+    before the first token that moves stay as they are; the number of pages does not change.
     """
     size = store.form.page_size
     own = torch.arange(index.shape[-1], device=index.device)

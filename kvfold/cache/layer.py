@@ -110,7 +110,7 @@ class LayerCache:
     keeps_queries
         How many of the newest queries to keep, for whoever evicts by them.
     newest_queries
-        They, (batch, heads, tokens, key_dim), of batches without padding; None if none are kept.
+        They, (batch, heads, tokens, key_dim), of the newest columns; None if none are kept.
 
     Raises
     ------
@@ -220,7 +220,8 @@ class LayerCache:
         new.observed = True
         if self.keeps_queries and query is not None:
             held = [] if self.newest_queries is None else [self.newest_queries]
-            self.newest_queries = torch.cat((*held, query), 2)[:, :, -self.keeps_queries :].clone()
+            newest = torch.cat((*held, query[:, :, -self.keeps_queries :]), 2)
+            self.newest_queries = newest[:, :, -self.keeps_queries :].clone()
         for group in self.groups:
             own = None if query is None else group.own(query, new.first_column)
             n = new.columns - max(group.padding - new.first_column, 0)
@@ -335,20 +336,28 @@ class LayerCache:
 
     # Shrinking and rearranging
 
+    def check_crop(self, columns: int) -> None:
+        """Raise ValueError if tokens were evicted from what a crop to `columns` columns would go back to."""
+        whole_from = max(
+            (group.padding + group.rows.whole_from for group in self.groups if group.rows.evicted), default=0
+        )
+        if 0 < columns < whole_from:
+            raise ValueError(
+                f"layer {self.index}: crop to {columns} tokens, but tokens before {whole_from} were evicted, and which "
+                "would have stayed then is not known: crop to more, or reset the cache"
+            )
+
     def crop(self, columns: int) -> int:
         """Keep the first `columns` columns; return `FoldedRows.crop`'s count for the row that lost most.
 
         Raises
         ------
         ValueError
-            If some of them were evicted and no whole stretch up to there is left.
+            As `check_crop`.
         """
-        whole_from = max((group.padding + group.rows.whole_from for group in self.groups), default=0)
-        if 0 < columns < whole_from:
-            raise ValueError(
-                f"layer {self.index}: crop to {columns} tokens, but tokens before {whole_from} were evicted, and which "
-                "would have stayed then is not known: crop to more, or reset the cache"
-            )
+        if columns >= self.columns:
+            return 0
+        self.check_crop(columns)
         lost, self.newest_queries = 0, None
         for group in self.groups:
             kept = max(columns - group.padding - group.rows.evicted, 0)
@@ -550,7 +559,10 @@ class LayerCache:
         """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
         assert self._like is not None
         if self.evicted_count:
-            raise ValueError(f"layer {self.index}: tokens were evicted, so there is no dense copy of all columns")
+            raise ValueError(
+                f"layer {self.index}: tokens were evicted, so there is no dense copy of all columns: read it with an "
+                "attached model (kvfold.attach)"
+            )
         out = [like.new_zeros(*like.shape[:2], self.columns, like.shape[3], dtype=dtype) for like in self._like]
         for group in self.groups:
             for target, source in zip(out, group.rows.unfold(), strict=True):

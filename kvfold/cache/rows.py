@@ -144,7 +144,7 @@ class FoldedRows:
         self.tail_start = self.window.sinks
         self.fit_tokens = formats.fit_tokens
         self.query_energy: Tensor | None = None
-        self._looked = -1  # pages that were looked at (`_look`); -1: not even sinks
+        self._looked = -1  # pages that were looked at (`look`); -1: not even sinks
 
     # What is where
 
@@ -246,7 +246,7 @@ class FoldedRows:
             If a scale leaves float16's range.
         """
         if key.device.type not in LOOKED_AT_ONCE:
-            self._look()
+            self.look()
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         n = key.shape[2] - into_sinks
         if self._only_joins_tail(n, into_sinks):
@@ -380,7 +380,7 @@ class FoldedRows:
                 require_finite(pages[-1])
         return pages
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Raise if sinks or pages that became full since the last look hold a NaN or an infinity."""
         after = self.length - self.window.sinks
         if self.sinks is not None and after >= 0 and self._looked < 0:
@@ -510,7 +510,7 @@ class FoldedRows:
         rows.length = length = length - rows.evicted
         after = max(length - rows.window.sinks, 0)
         if not saved.lacks("positions"):
-            slots = saved.number("positions", most=after)
+            slots = saved.number("positions", most=after if rows.evicted else 0)
             rows.positions = saved.tensor("positions", [torch.int32], (batch, kv_heads, slots))
             rows._check_positions(saved.where)
         elif rows.evicted:
@@ -644,11 +644,9 @@ class FoldedRows:
             True equally often for each head, and for whole pages of tokens unless the formats fold by token.
         by_page
             Whether whole pages go. Otherwise tokens go; those that stay keep their codes where pages have neither
-            centres nor channel scales, and else are folded once more.
+            centres nor channel scales; else all pages from the first that loses one are folded once more.
         """
         size, pages = self.page_size, keep.shape[-1] if by_page else keep.shape[-1] // self.page_size
-        if self.keys.storage is not None and self.keys.storage.code.device.type not in LOOKED_AT_ONCE:
-            self._look()
         positions = self.folded_positions(pages * size)
         folded = self.folded_stop - self.window.sinks
         if by_page:
@@ -676,12 +674,15 @@ class FoldedRows:
                 move_tokens(store, index)
             moved = index[..., : int(keep[0, 0].sum())]
         gone = pages * size - moved.shape[-1]
-        self.positions = positions.gather(-1, moved).int()
+        left = positions.gather(-1, moved).int()
+        known = self.positions  # may tell of more slots than these
+        self.positions = left if known is None else torch.cat((left, known[..., pages * size :]), -1)
         self.length -= gone
         self.evicted += gone
         if not self.formats.folds_by_token:
             self.tail_start -= gone
-        self._forget_looks(self.length)
+        if self._looked > 0:
+            self._looked = max(self._looked * size - gone, 0) // size
 
     # Shrinking and rearranging
 

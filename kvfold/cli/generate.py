@@ -71,6 +71,11 @@ def generate(
     check_names(format)
     if budget is not None and eviction is None:
         raise ValueError(f"budget = {budget}, but no --eviction: give the TRIA file by which tokens are chosen")
+    if eviction is not None and cache_file is not None:
+        raise ValueError(
+            f"eviction = {str(eviction)!r} and cache = {str(cache_file)!r}: a cache that forgets tokens is not kept "
+            "for other prompts; give one of them"
+        )
     policy = None
     if eviction is not None:
         policy = TriAttention(budget=budget or BUDGET, statistics=QueryStatistics.load(eviction))
@@ -90,10 +95,6 @@ def generate(
     attach(network)
     cache = FoldedCache(network.config, format, calibration=calibration, eviction=policy)
     if cache_file is not None and cache_file.exists():
-        if policy is not None:
-            raise ValueError(
-                f"cache = {str(cache_file)!r} and eviction: a cache that forgot tokens is not reused; give one"
-            )
         cache = _reused(cache_file, cache, ids)
     held = cache.get_seq_length()
     with token_progress() as progress:
@@ -127,6 +128,8 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
     loaded = FoldedCache.load(path, fresh.text_config)
     if loaded.ids is None or loaded.ids.shape[0] != 1:
         raise ValueError(f"cache = {str(path)!r} holds no tokens of one text: save it with cache.save(path, ids=ids)")
+    if any(row.evicted for row in loaded.report().layers):
+        raise ValueError(f"cache = {str(path)!r} forgot some of its tokens: give another --cache")
     for kept, asked in zip(loaded.layers, fresh.layers, strict=True):
         own, wanted = (layer.folded.format if isinstance(layer, FoldedLayer) else "dense" for layer in (kept, asked))
         if own != wanted:

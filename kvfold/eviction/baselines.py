@@ -30,10 +30,13 @@ class SnapKV(Eviction):
         How many of the newest queries count.
     kernel
         Over how many neighbours their attention is averaged, an odd number.
+    scaling
+        The model's factor on scores; None: key_dim**-0.5.
     """
 
     window: int = 32
     kernel: int = 7
+    scaling: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +44,8 @@ class SnapKV(Eviction):
             raise ValueError(
                 f"window = {self.window}, kernel = {self.kernel}: give a number of queries, and an odd one"
             )
+        if self.recent < self.window:
+            raise ValueError(f"recent = {self.recent}: the newest {self.window} tokens, whose queries count, must stay")
 
     @property
     def asks_queries(self) -> int:  # type: ignore[override]
@@ -50,7 +55,8 @@ class SnapKV(Eviction):
         assert candidates.queries is not None
         rows = candidates.rows
         form = rows.keys.form
-        query = candidates.queries.float().unflatten(1, (rows.kv_heads, -1)) * rows.key_dim**-0.5
+        scaling = rows.key_dim**-0.5 if self.scaling is None else self.scaling
+        query = candidates.queries[:, :, -self.window :].float().unflatten(1, (rows.kv_heads, -1)) * scaling
         rotated = form.rotated_query(query)
         logits = torch.cat([page_scores(rotated, pages, form) for _, pages in candidates.blocks()], -1)
         seen = logits.softmax(-1).mean((2, 3))  # (batch, kv_heads, slots)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,9 +67,11 @@ class Eviction(ABC):
     Attributes
     ----------
     budget
-        Tokens that a head keeps in a layer, dense ones included.
+        Tokens that a head keeps in a layer, dense ones included. Where pages go, or fold as a whole, it keeps up to 63
+        less.
     keep_first
-        The first tokens of a sequence, which stay whatever their scores. Formats keep some of them dense by themselves.
+        The first tokens of a sequence, which stay whatever their scores: a prompt's length keeps the prompt. Formats
+        keep some of them dense by themselves.
     recent
         The newest tokens, which stay.
     interval
@@ -86,9 +88,8 @@ class Eviction(ABC):
     unit
         What goes: whole "page"s of 64 tokens, by the mean of their scores and twice their deviation; or single
         "token"s. Pages keep neighbours together, which a model needs to say again what it read, and nothing in them
-        moves. Tokens of pages that have centres or channel scales ("kvfold", "centred") are folded once more.
-    keep_prompt
-        Whether all tokens up to the first that comes alone stay, beside the budget.
+        moves. Where pages have centres or channel scales ("kvfold", "centred"), a page that loses tokens and those
+        after it are folded once more at each trigger.
     """
 
     budget: int
@@ -99,7 +100,6 @@ class Eviction(ABC):
     mode: Mode = "union"
     segments: int = 0
     unit: Literal["page", "token"] = "page"
-    keep_prompt: bool = False
 
     asks_queries = 0
     """How many of the newest queries `scores` wants to see."""
@@ -114,15 +114,24 @@ class Eviction(ABC):
             raise ValueError(
                 f"interval = {self.interval} and slack = {self.slack}: give one of them, and None for the other"
             )
-        if self.budget <= self.keep_first + self.recent:
-            raise ValueError(
-                f"budget = {self.budget} holds no more than the first {self.keep_first} and the newest {self.recent} "
-                "tokens, which always stay: give a larger one, or less of those"
-            )
         if self.mode not in MODES:
             raise ValueError(f"mode = {self.mode!r}: choose one of {', '.join(MODES)}")
         if self.unit not in ("page", "token"):
             raise ValueError(f"unit = {self.unit!r}: choose 'page' or 'token'")
+        self._check_budget("budget", self.budget)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Eviction":
+        return self  # nothing changes it, and copies of a cache share its tables
+
+    def _check_budget(self, name: str, budget: int) -> None:
+        """Raise unless a budget leaves a choice."""
+        always = self.keep_first + self.recent + (2 * 64 if self.unit == "page" else 0)
+        if budget <= always:
+            pages = ", in whole pages" if self.unit == "page" else ""
+            raise ValueError(
+                f"{name} = {budget} holds no more than the first {self.keep_first} and the newest {self.recent} tokens "
+                f"that always stay{pages}: give more than {always}, or less of those"
+            )
 
     @abstractmethod
     def scores(self, candidates: Candidates) -> Tensor:
@@ -132,21 +141,18 @@ class Eviction(ABC):
         """Tokens that heads of a layer keep."""
         return self.budget
 
-    def keep(self, candidates: Sequence[Candidates], prompt: int = 0) -> list[Tensor | None]:
+    def keep(self, candidates: Sequence[Candidates]) -> list[Tensor | None]:
         """What stays, layer by layer: `FoldedRows.evict`'s `keep`, or None where nothing goes.
 
         Parameters
         ----------
         candidates
             Of each layer, the same batch rows.
-        prompt
-            Tokens at the start that stay beside the budget.
         """
         units = [_Units.of(self, each, self.scores(each)) for each in candidates]
         if self.mode != "per_layer_per_head":
             _share(units, self.mode)
-        first = max(prompt, self.keep_first)
-        return [each.keep(self, first, prompt) for each in units]
+        return [each.keep(self) for each in units]
 
 
 @dataclass(eq=False)
@@ -176,10 +182,10 @@ class _Units:
         worth = scores.mean(-1) + SPREAD * scores.std(-1, correction=0)
         return cls(candidates, worth, positions.amin(-1), size)
 
-    def keep(self, policy: Eviction, first: int, prompt: int) -> Tensor | None:
+    def keep(self, policy: Eviction) -> Tensor | None:
         """The units that stay, bool, (batch, kv_heads, units); None if all do."""
         rows, slots = self.candidates.rows, self.candidates.slots
-        room = policy.budget_of(self.candidates.layer) + prompt - (rows.length - slots)
+        first, room = policy.keep_first, policy.budget_of(self.candidates.layer) - (rows.length - slots)
         step = 1 if rows.formats.folds_by_token and self.size == 1 else rows.page_size
         always = self.start < first
         most = int(always.sum(-1).max()) * self.size

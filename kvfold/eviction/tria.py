@@ -29,8 +29,10 @@ class QueryStatistics:
 
     Attributes
     ----------
-    heads, kv_heads, head_dim
+    heads, kv_heads
         Of the model.
+    head_dim
+        Channels that RoPE turns, 2F.
     rope_theta, attn_scale
         Of the model, as whoever measured it says; F frequencies are θ^(−f/F) if RoPE is not scaled.
     tables

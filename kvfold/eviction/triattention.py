@@ -9,9 +9,8 @@ from torch import Tensor
 from kvfold.eviction.policy import Candidates, Eviction, normalised
 from kvfold.eviction.tria import QueryStatistics
 from kvfold.formats.amx3 import AMX3
-from kvfold.kernels import ops
 from kvfold.quant import polar
-from kvfold.quant.importance import expected_queries
+from kvfold.quant.importance import expected_queries, pair_scores
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,9 @@ class TriAttention(Eviction):
                 "mode='per_layer_per_head'"
             )
 
+        for layer in range(len(self.statistics.budget_scales) if self.layer_budgets else 0):
+            self._check_budget(f"layer {layer}'s budget", self.budget_of(layer))
+
     def budget_of(self, layer: int) -> int:
         return max(1, int(self.budget * self.statistics.budget_scales[layer])) if self.layer_budgets else self.budget
 
@@ -74,5 +76,5 @@ class TriAttention(Eviction):
             else:
                 pairs = fmt.before_rope(pages)  # type: ignore[attr-defined]
                 keys = polar.from_pairs(polar.turn(pairs, positions[..., slots], self.frequencies))
-            parts.append(ops.pair_scores(keys, direction, spread))
+            parts.append(pair_scores(keys, direction, spread))
         return torch.cat(parts, -1)

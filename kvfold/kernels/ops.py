@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvfold.kernels.cpu import module as cpu
-from kvfold.quant import affine, importance, packing, rotated
+from kvfold.quant import affine, packing, rotated
 from kvfold.quant.packing import Lanes
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
@@ -178,17 +178,6 @@ def _folded_like(
     code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
     scale = x.new_empty((*lead, page_size), dtype=torch.float16)
     return code, scale, x.new_empty((*lead, code_dim) if centred else 0, dtype=torch.float16)
-
-
-@torch.library.custom_op("kvfold::pair_scores", mutates_args=())
-def pair_scores(x: Tensor, direction: Tensor, spread: Tensor) -> Tensor:
-    """`kvfold.quant.importance.pair_scores` on the device of `x`."""
-    return importance.pair_scores(x, direction, spread)
-
-
-@pair_scores.register_fake
-def _scores_like(x: Tensor, direction: Tensor, spread: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-2], spread.shape[-2], x.shape[-2])
 
 
 def _check_dim(x: Tensor, matrix: Tensor) -> None:

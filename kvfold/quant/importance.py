@@ -43,12 +43,12 @@ def expected_queries(
 
 
 def pair_scores(x: Tensor, direction: Tensor, spread: Tensor) -> Tensor:
-    """Scores of keys: float32, (…, heads, T, repeat) → for x (…, heads, T, D), (…, heads, repeat, T).
+    """Scores of keys for each query head: float32, (…, heads, repeat, T).
 
     Parameters
     ----------
     x
-        Keys turned by RoPE, float32; pair f is channels f and f + F.
+        Keys turned by RoPE: float32, (…, heads, T, D); pair f is channels f and f + F.
     direction, spread
         Of the queries that share a KV head: (heads, repeat, 2F) and (heads, repeat, F).
     """

@@ -17,6 +17,7 @@ from kvfold.cache.report import CacheReport, LayerReport, held_bytes
 from kvfold.cache.saved import Contents, read, write
 from kvfold.eviction import Eviction
 from kvfold.eviction.evictor import Evictor
+from kvfold.eviction.policy import MODES
 from kvfold.formats import DEFAULT
 from kvfold.integrations.transformers.evicting import for_model
 from kvfold.integrations.transformers.latent import LatentLayer
@@ -130,7 +131,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.evictor: Evictor | None = None
         super().__init__(layers=layers)
         if eviction is not None:
-            self.evictor = Evictor(for_model(eviction, self.text_config, self._folded()))
+            self._evict_by(eviction)
         self._before: list[Callable[[], None]] | None = None
         self._updated_last = len(layers)
 
@@ -215,14 +216,16 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self._roll_back()
             raise
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_pass(self, broken: bool) -> None:
         """Called when an attached model's forward pass ends; if it broke, all layers forget its tokens."""
         if broken:
             self._roll_back()
-        elif self.evictor is not None and self.forward_pass.reads_folded:
-            self.evictor.after(self._folded())
+        complete = not broken and self.forward_pass.reads_folded
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self._before, self._updated_last = None, len(self.layers)
+        if complete and self.evictor is not None:  # what goes now is not to be rolled back
+            self.evictor.after(self._folded())
 
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
@@ -233,17 +236,37 @@ class FoldedCache(Cache):  # type: ignore[misc]
             If the policy does not fit the model, or it goes by queries and this cache kept none: make the cache with an
             `eviction` of that kind.
         """
-        held = [layer for layer in self._folded() if layer.columns]
-        kept = self.evictor.policy.asks_queries if self.evictor is not None else 0
+        own = None if self.evictor is None else self.evictor.policy
+        kept = 0 if own is None else own.asks_queries
         if policy.asks_queries > kept:
             raise ValueError(
                 f"the policy goes by the newest {policy.asks_queries} queries, and this cache keeps {kept}: make it by "
                 f"FoldedCache(config, eviction={type(policy).__name__}(...))"
             )
-        bound = for_model(policy, self.text_config, self._folded())
+        if own is not None and MODES.index(policy.mode) > MODES.index(own.mode):
+            raise ValueError(
+                f"mode = {policy.mode!r}, but this cache's own eviction has the mode {own.mode!r} and needs the same "
+                "tokens in its layers or heads: give that mode"
+            )
+        Evictor(for_model(policy, self.text_config, self._folded())).act(self._folded())
+
+    def _evict_by(self, policy: Eviction) -> None:
+        self.evictor = Evictor(for_model(policy, self.text_config, self._folded()))
         for layer in self._folded():
-            layer.keeps_queries = kept
-        Evictor(bound).act(held)
+            layer.keeps_queries = policy.asks_queries
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep.
+
+        Raises
+        ------
+        ValueError
+            If tokens were evicted from what it would go back to. The cache is unchanged then.
+        """
+        for layer in self.layers:
+            if isinstance(layer, FoldedLayer):
+                layer.folded.check_crop(layer.length_after(tokens_to_remove))
+        super().crop(tokens_to_remove)
 
     def _roll_back(self) -> None:
         for undo in self._before or ():
@@ -393,7 +416,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         except ValueError as error:
             raise ValueError(f"path = {str(path)!r}: {error}") from None
         if eviction is not None:
-            cache.evictor = Evictor(for_model(eviction, cache.text_config, cache._folded()))
+            cache._evict_by(eviction)
         return cache
 
     @classmethod

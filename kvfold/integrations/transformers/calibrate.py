@@ -15,8 +15,8 @@ from kvfold.integrations.transformers.evicting import model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 See = Callable[[int, Tensor, Tensor, int], None]
-"""What is shown: a layer's index, queries (1, heads, n, D) and keys (1, kv_heads, n, D) that RoPE has turned, and the
-position of the first."""
+"""What is shown: a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned,
+and the column of the first."""
 
 
 class ObservedLayer(LayerCache):
@@ -86,8 +86,8 @@ def calibrate(
     return Calibration(layers, {"model_type": kind, "tokens": str(tokens), **(about or {})})
 
 
-REPEATS = 64
-"""Times that a token is repeated to see whether turning back its queries gives the same query."""
+PLACES = (0, 1, 2, 7, 40, 300)
+"""Positions at which one token is read alone to see whether its queries, turned back, agree."""
 TOLERANCE = 0.02
 """How far those may differ, in units of their length: what float16 and bfloat16 models round away."""
 
@@ -124,43 +124,49 @@ def measure_queries(
     if chunk < 1 or not passages:
         raise ValueError(f"chunk = {chunk}, {len(passages)} passages: give at least one of each")
     config = model.config.get_text_config(decoder=True)
-    head_dim, rope = model_rope(config)
+    rope = model_rope(config)
     pairs = len(rope.frequencies)
     shape = (config.num_hidden_layers, config.num_attention_heads, pairs)
     total, magnitude = torch.zeros(shape, dtype=torch.complex128), torch.zeros(shape, dtype=torch.float64)
     omega = torch.tensor(rope.frequencies, dtype=torch.float64)
 
-    def turned_back(query: Tensor, first: int) -> Tensor:
-        """(heads, n, F), complex."""
-        turned = query[0, ..., : 2 * pairs].double().cpu() / rope.turned_by
-        angle = torch.arange(first, first + query.shape[2]).double()[:, None] * omega
+    def turned_back(query: Tensor, positions: Tensor) -> Tensor:
+        """(…, heads, n, F), complex, of queries at `positions` (…, 1, n)."""
+        turned = query[..., : 2 * pairs].double().cpu() / rope.turned_by
+        angle = positions.double().unsqueeze(-1) * omega
         return torch.complex(*turned.chunk(2, -1)) * torch.polar(torch.ones_like(angle), -angle)
 
     def see(layer: int, query: Tensor, key: Tensor, first: int) -> None:
-        before = turned_back(query, first)
+        before = turned_back(query[0], torch.arange(first, first + query.shape[2])[None])
         total[layer] += before.sum(1)
         magnitude[layer] += before.abs().sum(1)
 
     def check(layer: int, query: Tensor, key: Tensor, first: int) -> None:
-        before = turned_back(query, first)
-        apart = (before - before[:, :1]).norm(dim=-1).amax() / before.norm(dim=-1).amax()
-        if not alike and apart > TOLERANCE:
+        before = turned_back(query, places[:, None])
+        apart = (before - before[:1]).norm(dim=-1).amax() / before.norm(dim=-1).amax()
+        if apart > TOLERANCE:
             raise ValueError(
                 f"a {config.model_type} turns its queries in another way than its config tells (turned back, those of "
                 f"one token at several positions differ by {apart:.0%}): TriAttention does not take it; StreamingLLM "
                 "and SnapKV do"
             )
-        alike.add(layer)  # deeper layers may tell positions apart
 
-    alike: set[int] = set()
-    _read(model, [passages[0][:, :1].expand(1, REPEATS)], check, REPEATS, lambda tokens: None)
+    places = torch.tensor(PLACES)[:, None]
+    token = passages[0][:, :1].expand(len(PLACES), 1)
+    model(
+        token, position_ids=places.to(token.device), past_key_values=_observed(model, check), use_cache=True,
+        logits_to_keep=1,
+    )  # fmt: skip
     _read(model, passages, see, chunk, progress)
     tokens = sum(ids.shape[1] for ids in passages)
-    scaling = getattr(
-        next(m for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "layer_idx")), "scaling", 1.0
-    )
+    heads, scaling = config.num_attention_heads, getattr(config, "attention_multiplier", None)
     return QueryStatistics.of(
-        total / tokens, magnitude / tokens, config.num_key_value_heads, head_dim, rope.theta, float(scaling)
+        total / tokens,
+        magnitude / tokens,
+        kv_heads=getattr(config, "num_key_value_heads", heads),
+        head_dim=2 * pairs,
+        rope_theta=rope.theta,
+        attn_scale=(2 * pairs) ** -0.5 if scaling is None else scaling,
     )
 
 
@@ -168,18 +174,24 @@ def _read(
     model: PreTrainedModel, passages: Sequence[Tensor], see: See, chunk: int, progress: Callable[[int], None]
 ) -> None:
     """Let a model read passages, and see what its folded layers see."""
-    if not attach(model):
-        raise ValueError(
-            f"{type(model).__name__} has its own attention code, so nobody sees its queries: it cannot be calibrated"
-        )
     for ids in passages:
-        cache = FoldedCache(model.config, "float16")
-        folded = [layer for layer in cache.layers if isinstance(layer, FoldedLayer)]
-        if not folded:
-            raise ValueError("no layer of this model folds, so there is nothing to calibrate")
-        for layer in folded:
-            layer.folded = ObservedLayer(layer.folded.index, see)
+        cache = _observed(model, see)
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
             model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             progress(part.shape[1])
+
+
+def _observed(model: PreTrainedModel, see: See) -> FoldedCache:
+    """A cache that shows what its folded layers see; the model is attached."""
+    if not attach(model):
+        raise ValueError(
+            f"{type(model).__name__} has its own attention code, so nobody sees its queries: it cannot be calibrated"
+        )
+    cache = FoldedCache(model.config, "float16")
+    folded = [layer for layer in cache.layers if isinstance(layer, FoldedLayer)]
+    if not folded:
+        raise ValueError("no layer of this model folds, so there is nothing to calibrate")
+    for layer in folded:
+        layer.folded = ObservedLayer(layer.folded.index, see)
+    return cache

@@ -12,7 +12,7 @@ from kvfold.integrations.transformers.rope import Rope, rope_of
 
 
 def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> Eviction:
-    """The policy as this model needs it; folded `layers` keep the queries that it asks for.
+    """The policy as this model needs it.
 
     Raises
     ------
@@ -20,11 +20,15 @@ def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[Layer
         If the policy or its statistics do not fit the model or its formats.
     """
     for layer in layers:
-        layer.keeps_queries = policy.asks_queries
         if "tbqx3" in layer.format.split(":"):
             raise ValueError(
                 f"format = {layer.format!r} turns keys to their places by their order, which eviction mixes: take amx3"
             )
+    if policy.asks_queries and getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"a {config.model_type} has latent attention, whose queries {type(policy).__name__} does not read: take "
+            "StreamingLLM"
+        )
     formats = sorted({layer.format for layer in layers})
     if policy.mode != "per_layer_per_head" and len(formats) > 1:
         raise ValueError(
@@ -36,14 +40,9 @@ def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[Layer
 
 def _tri_attention(policy: TriAttention, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> TriAttention:
     own = policy.statistics
-    head_dim, rope = model_rope(config)
-    shape = (
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        head_dim,
-        len(rope.frequencies),
-    )
+    rope, heads = model_rope(config), config.num_attention_heads
+    pairs = len(rope.frequencies)
+    shape = config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", heads), 2 * pairs, pairs
     told = own.layers, own.heads, own.kv_heads, own.head_dim, own.pairs
     if told != shape:
         raise ValueError(
@@ -62,8 +61,8 @@ def _tri_attention(policy: TriAttention, config: PreTrainedConfig, layers: Seque
     return replace(policy, frequencies=rope.frequencies, turned_by=rope.turned_by)
 
 
-def model_rope(config: PreTrainedConfig) -> tuple[int, Rope]:
-    """A model's head_dim and RoPE.
+def model_rope(config: PreTrainedConfig) -> Rope:
+    """A model's RoPE.
 
     Raises
     ------
@@ -77,6 +76,6 @@ def model_rope(config: PreTrainedConfig) -> tuple[int, Rope]:
     if head_dim is None or rope is None or getattr(config, "rope_interleave", False):
         raise ValueError(
             f"how a {config.model_type} turns its keys is not told simply (latent attention, pairs of neighbouring "
-            "channels, RoPE that depends on the length): TriAttention does not take it; StreamingLLM and SnapKV do"
+            "channels, RoPE that depends on the length): TriAttention does not take it; StreamingLLM does"
         )
-    return head_dim, rope
+    return rope

@@ -105,12 +105,14 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything."""
         self.folded.clear()
 
+    def length_after(self, tokens_to_remove: int) -> int:
+        """Columns that `crop` keeps."""
+        tokens_to_remove = int(tokens_to_remove)  # generation passes a tensor before transformers 5.20
+        return tokens_to_remove if tokens_to_remove > 0 else max(self.folded.columns + tokens_to_remove, 0)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep."""
-        tokens_to_remove = int(tokens_to_remove)  # generation passes a tensor before transformers 5.20
-        if tokens_to_remove == 0:
-            return
-        keep = tokens_to_remove if tokens_to_remove > 0 else max(self.folded.columns + tokens_to_remove, 0)
+        keep = self.length_after(tokens_to_remove)
         if self.folded.crop(keep):
             self.forward_pass.warn_once(
                 f"crop to {keep} tokens goes back further than the {self.folded.undo} tokens that leave no "
