@@ -65,6 +65,7 @@ class Bench:
         return {
             "TriAttention": lambda b: TriAttention(budget=b, **series),
             "TriAttention, paper": lambda b: TriAttention(budget=b, **series, **own),
+            "TriAttention, paper, keep_first = 0": lambda b: TriAttention(budget=b, **series, **own, keep_first=0),
             "TriAttention, 8 segments": lambda b: TriAttention(budget=b, **series, **own, keep_first=128, segments=8),
             "StreamingLLM": lambda b: StreamingLLM(budget=b, **own),
             "SnapKV": lambda b: SnapKV(budget=b, **own),
@@ -122,18 +123,20 @@ def quality(bench: Bench, format: str, step: Callable[[], None]) -> list[dict[st
     return [row("full", 1.0, forget_queries(copy.deepcopy(cache))), *(row(*one) for one in bench.evicted(cache))]
 
 
-def needle(bench: Bench, format: str, repeats: int, step: Callable[[], None]) -> list[dict[str, Any]]:
+def needle(
+    bench: Bench, format: str, depths: list[float], repeats: int, step: Callable[[], None]
+) -> list[dict[str, Any]]:
     """Whether numbers at several depths are recalled."""
     rows = []
     for repeat in range(repeats):
-        for number, depth in enumerate(DEPTHS):
+        for number, depth in enumerate(depths):
             place, code = PLACES[(repeat + number) % len(PLACES)], str(48_213 + 1_111 * (number + 5 * repeat))
             sentence, question = (
                 bench.plain(f"\n\nThe secret code of the {place} is {code}.\n\n"),
                 bench.plain(f"\n\nThe secret code of the {place} is"),
             )
             room = bench.length - sentence.shape[1] - question.shape[1]
-            start, at = 11_000 * (repeat * len(DEPTHS) + number) % (bench.ids.shape[1] - room), round(depth * room)
+            start, at = 11_000 * (repeat * len(depths) + number) % (bench.ids.shape[1] - room), round(depth * room)
             hay = bench.ids[:, start : start + room]
             cache = bench.filled(torch.cat((hay[:, :at], sentence, hay[:, at:]), 1), format)
 
@@ -228,7 +231,8 @@ def trigger(bench: Bench, budget: int, triggers: int = 6) -> list[dict[str, Any]
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Tables."""
     grid = [row for row in rows if row["part"] == "needle"]
-    table = Table("format", "policy", "kept", "held", "bits", "PPL", "KL", *(f"depth {d:g}" for d in DEPTHS))
+    depths = sorted({row["depth"] for row in grid})
+    table = Table("format", "policy", "kept", "held", "bits", "PPL", "KL", *(f"depth {d:g}" for d in depths))
     base = {row["format"]: row for row in rows if row["part"] == "quality" and row["policy"] == "full"}
     keys = dict.fromkeys((r["format"], r["policy"], r["retention"]) for r in rows if r["part"] in ("quality", "needle"))
     for format, policy, retention in keys:
@@ -242,7 +246,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
                     f"{r['ppl'] / full['ppl'] - 1:+.2%}" if policy != "full" else f"{r['ppl']:.2f}", f"{r['kl']:.4f}",
                 ]  # fmt: skip
         found = []
-        for depth in DEPTHS:
+        for depth in depths:
             asked = [r["recalled"] for r in grid if r in own and r["depth"] == depth]
             found.append(f"{sum(asked)}/{len(asked)}" if asked else "")
         table.add_row(format, policy, f"{retention:.0%}", *cells, *found)
@@ -273,8 +277,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from kvfold.evaluate import plots
 
     plots.check(path)
-    figure = plots.new_figure(9.0, 3.6)
-    for axis, format in zip(figure.subplots(1, 2, sharey=True), FORMATS, strict=True):
+    figure = plots.new_figure(9.0, 4.2)
+    formats = list(dict.fromkeys(row["format"] for row in rows if row["part"] == "quality"))
+    for axis, format in zip(figure.subplots(1, len(formats), sharey=True, squeeze=False)[0], formats, strict=True):
         own = [row for row in rows if row["part"] == "quality" and row["format"] == format and row["policy"] != "full"]
         for policy in dict.fromkeys(row["policy"] for row in own):
             points = sorted((row["retention"], row["kl"]) for row in own if row["policy"] == policy)
@@ -283,7 +288,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("tokens kept")
         axis.set_yscale("log")
         axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize="small")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     plots.save(figure, path)
 
 
@@ -291,6 +296,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="of the needle, 0 to 1")
     parser.add_argument("--length", type=int, default=7_900, help="tokens of the text that is read")
     parser.add_argument("--repeats", type=int, default=1, help="needles at each depth")
     parser.add_argument("--new-tokens", type=int, default=4_000, help="of the long generation")
@@ -301,6 +308,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="also plot KL over the share of tokens that are kept")
     args = parser.parse_args()
     parts = args.parts.split(",")
+    depths = [float(depth) for depth in args.depths.split(",")]
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts {args.parts}: choose from {', '.join(PARTS)}")
     if not 1_000 <= args.length <= 8_192 - 16:
@@ -322,13 +330,13 @@ def main() -> None:
                 "machine": platform.processor() or platform.machine()}  # fmt: skip
     each = 1 + len(bench.policies()) * len(RETENTIONS)
     with Progress(console=Console(stderr=True)) as progress:
-        for format in FORMATS:
+        for format in args.formats.split(","):
             if "quality" in parts:
                 task = progress.add_task(f"quality, {format}", total=each)
                 keep(quality(bench, format, lambda task=task: progress.advance(task)))  # type: ignore[misc]
             if "needle" in parts:
-                task = progress.add_task(f"needle, {format}", total=each * len(DEPTHS) * args.repeats)
-                keep(needle(bench, format, args.repeats, lambda task=task: progress.advance(task)))  # type: ignore[misc]
+                task = progress.add_task(f"needle, {format}", total=each * len(depths) * args.repeats)
+                keep(needle(bench, format, depths, args.repeats, lambda task=task: progress.advance(task)))  # type: ignore[misc]
     if "trigger" in parts:
         keep(trigger(bench, 2 * args.budget))
     if "long" in parts:
