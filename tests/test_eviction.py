@@ -240,6 +240,13 @@ def test_scores_of_the_real_models_keys(
             assert torch.corrcoef(torch.stack((folded[head].double(), truth)))[0, 1] > 0.98
 
 
+def test_rounded_frequencies_are_named(random_ids: Ids) -> None:
+    """As model.to(torch.bfloat16) rounds them."""
+    model = rope_model("plain").to(torch.bfloat16).to(torch.float32)
+    with pytest.raises(ValueError, match="its RoPE's frequencies were rounded"):
+        kvfold.measure_queries(model, [random_ids(1, 100)])
+
+
 # Files
 
 

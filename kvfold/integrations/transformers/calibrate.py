@@ -148,7 +148,8 @@ def measure_queries(
             raise ValueError(
                 f"a {config.model_type} turns its queries in another way than its config tells (turned back, those of "
                 f"one token at several positions differ by {apart:.0%}): TriAttention does not take it; StreamingLLM "
-                "and SnapKV do"
+                "and SnapKV do. If model.to(...) took it to 16 bits, its RoPE's frequencies were rounded: load it with "
+                "dtype=... instead"
             )
 
     places = torch.tensor(PLACES)[:, None]
