@@ -118,9 +118,8 @@ def _of_slots(mask: Tensor, rows: FoldedRows, heads: int) -> Tensor:
     if rows.positions is None:
         return mask
     slots = rows.slot_positions().repeat_interleave(heads // rows.kv_heads, 1).unsqueeze(2)
-    batch, _, n, held = slots.shape[0], heads, mask.shape[2], slots.shape[-1]
-    shape = (batch, heads, n)
-    return mask.expand(*shape, -1).gather(-1, slots.expand(*shape, held))
+    shape = (slots.shape[0], heads, mask.shape[2], -1)
+    return mask.expand(shape).gather(-1, slots.expand(shape))
 
 
 def path_of(formats: FormatPair, device: str) -> str:

@@ -52,7 +52,11 @@ class SnapKV(Eviction):
         return self.window
 
     def scores(self, candidates: Candidates) -> Tensor:
-        assert candidates.queries is not None
+        if candidates.queries is None:
+            raise ValueError(
+                f"layer {candidates.layer}: no queries were seen, by which SnapKV chooses: let an attached model "
+                "attend through all layers, or take another policy"
+            )
         rows = candidates.rows
         form = rows.keys.form
         scaling = rows.key_dim**-0.5 if self.scaling is None else self.scaling

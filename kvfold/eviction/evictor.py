@@ -50,7 +50,7 @@ class Evictor:
                     queries = layer.newest_queries
                     own = None if queries is None else queries.index_select(0, group.batch_rows)
                     over.append(Candidates(layer.index, group.rows, slots, own))
-            if not over or (policy.asks_queries and any(each.queries is None for each in over)):
+            if not over:
                 continue
             for candidates in over:
                 candidates.rows.look()  # before anything goes

@@ -83,8 +83,7 @@ class Eviction(ABC):
         each head by the mean over all layers; "per_layer_per_head", each for itself.
     segments
         0: the highest scores stay (the paper's policy). Else the sequence between the first and the newest tokens is
-        cut into so many parts, and each keeps an equal share (with `keep_first` and `recent` of 128 and 8 segments this
-        passed where the paper's policy lost the end of long texts).
+        cut into so many parts, and each keeps an equal share.
     unit
         What goes: whole "page"s of 64 tokens, by the mean of their scores and twice their deviation; or single
         "token"s. Pages keep neighbours together, which a model needs to say again what it read, and nothing in them

@@ -70,19 +70,14 @@ class QueryStatistics:
         """F, pairs of channels that RoPE turns."""
         return self.tables.shape[3]
 
-    @property
-    def mean(self) -> Tensor:
-        """E[q]: complex64, (layers, heads, F)."""
-        return torch.complex(self.tables[:, :, 0], self.tables[:, :, 1])
-
-    @property
-    def magnitude(self) -> Tensor:
-        """E|q|: float32, (layers, heads, F)."""
-        return self.tables[:, :, 2]
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """E[q], complex64, and E|q|, float32, of a layer: (heads, F)."""
+        real, imaginary, magnitude, _ = self.tables[layer].unbind(1)
+        return torch.complex(real, imaginary), magnitude
 
     def measured(self, layer: int) -> bool:
         """Whether there is anything of a layer."""
-        return layer < self.layers and bool(self.magnitude[layer].any())
+        return layer < self.layers and bool(self.tables[layer].any())
 
     def with_rope_theta(self, rope_theta: float) -> "QueryStatistics":
         """The same under another rope_theta: for a file whose queries are right and whose header is not."""

@@ -1,7 +1,6 @@
 """TriAttention (arXiv 2604.04921): keys that the model's queries, as they are on average, will not ask for, go."""
 
 from dataclasses import KW_ONLY, dataclass
-from os import PathLike
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ class TriAttention(Eviction):
     Attributes
     ----------
     statistics
-        Of the model's queries (`kvfold.measure_queries`), or the name of a TRIA file, such as `kvfold calibrate
-        --eviction` writes.
+        Of the model's queries: `kvfold.measure_queries`, or `QueryStatistics.load` of any TRIA file, such as `kvfold
+        calibrate --eviction` writes.
     layer_budgets
         Whether a layer's budget is multiplied by its scale in the file; for the mode "per_layer_per_head".
     frequencies, turned_by
@@ -39,8 +38,6 @@ class TriAttention(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.statistics, str | PathLike):
-            object.__setattr__(self, "statistics", QueryStatistics.load(self.statistics))
         if self.layer_budgets and not self.statistics.budget_scales:
             raise ValueError("layer_budgets = True, but the file is of version 1 and has no budget scales")
         if self.layer_budgets and self.mode != "per_layer_per_head":
@@ -48,7 +45,6 @@ class TriAttention(Eviction):
                 f"layer_budgets = True and mode = {self.mode!r}, which lets all layers keep the same tokens: give "
                 "mode='per_layer_per_head'"
             )
-
         for layer in range(len(self.statistics.budget_scales) if self.layer_budgets else 0):
             self._check_budget(f"layer {layer}'s budget", self.budget_of(layer))
 
@@ -61,12 +57,12 @@ class TriAttention(Eviction):
     def raw_scores(self, candidates: Candidates) -> Tensor:
         """The series of each query head: float32, (batch, kv_heads, heads / kv_heads, slots)."""
         rows, fmt = candidates.rows, candidates.rows.formats.keys
-        statistics = self.statistics
+        mean, magnitude = self.statistics.of_layer(candidates.layer)
         device = rows.keys.pages().code.device
+        omega = torch.tensor(self.frequencies, dtype=torch.float64, device=device)
         direction, spread = expected_queries(
-            statistics.mean[candidates.layer].to(device), statistics.magnitude[candidates.layer].to(device),
-            candidates.now, torch.tensor(self.frequencies, dtype=torch.float64, device=device), self.turned_by,
-        )  # fmt: skip
+            mean.to(device), magnitude.to(device), candidates.now, omega, self.turned_by
+        )
         direction, spread = (x.unflatten(0, (rows.kv_heads, -1)) for x in (direction, spread))
         positions = candidates.positions if isinstance(fmt, AMX3) else None
         parts = []
