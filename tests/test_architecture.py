@@ -17,7 +17,7 @@ ALLOWED = {
     "cache": {"quant", "kernels", "formats"},
     "attention": {"quant", "kernels", "formats", "cache"},
     "eviction": {"quant", "kernels", "formats", "cache", "attention"},
-    "integrations": {"formats", "cache", "attention", "eviction"},
+    "integrations": {"kernels", "formats", "cache", "attention", "eviction"},
     "evaluate": {"quant", "kernels", "formats", "cache", "attention", "eviction", "integrations", "planning"},
     "planning": {"quant", "formats", "cache"},
     "cli": {"formats", "cache", "attention", "eviction", "integrations", "evaluate", "planning"},
@@ -25,6 +25,8 @@ ALLOWED = {
 # Third-party packages that a layer may know of.
 ENGINES = {
     "vllm": {"integrations"},
+    "mlx": {"kernels", "integrations"},
+    "mlx_lm": {"integrations"},
     "prometheus_client": {"integrations"},
     "transformers": {"integrations", "evaluate", "cli"},
     "typer": {"cli"},

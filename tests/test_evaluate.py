@@ -13,6 +13,7 @@ import kvfold
 from kvfold.evaluate import FidelityMeter, evaluate_formats, split_passages
 from kvfold.evaluate.quality import codec_errors
 from kvfold.integrations.text import text_sha256
+from kvfold.integrations.transformers.runtime import TransformersRuntime
 
 
 def test_meter_against_the_definitions() -> None:
@@ -91,7 +92,7 @@ def test_layers_that_stay_dense_have_no_error() -> None:
     dense, folded = DynamicCache(config=model.config), kvfold.FoldedCache(model.config, "turboquant-4")
     for cache in (dense, folded):
         model(torch.arange(3, 203).unsqueeze(0), past_key_values=cache)
-    keys, values = codec_errors(dense, folded)
+    keys, values = codec_errors(TransformersRuntime(model).compared(dense, folded))
     for error in (keys, values):
         assert [math.isnan(e) for e in error] == [True, False, True, False]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from kvfold.quant.tables import copies_elsewhere
 
 
-def walk_tensors(obj: object) -> Iterator[Tensor]:
-    """Every tensor reachable from `obj` through attributes, dataclass fields and containers."""
+def walk_tensors(obj: object, kind: type = Tensor) -> Iterator[Any]:
+    """Every tensor (or whatever is of `kind`) reachable from `obj` through attributes, fields and containers."""
     seen: set[int] = set()
     stack = [obj]
     while stack:
@@ -18,7 +18,7 @@ def walk_tensors(obj: object) -> Iterator[Tensor]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, Tensor):
+        if isinstance(item, kind):
             yield item
         elif isinstance(item, dict):
             stack.extend(item.values())

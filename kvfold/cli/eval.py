@@ -9,16 +9,26 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.calibration import Calibration
-from kvfold.cli.options import CalibrationFile, Json, Model, listed_integers, parse_dtype, read_text, token_progress
+from kvfold.cli.options import (
+    CalibrationFile,
+    Json,
+    Model,
+    RuntimeName,
+    check_runtime,
+    listed_integers,
+    load_runtime,
+    parse_dtype,
+    read_text,
+    token_progress,
+)
 from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
 from kvfold.formats import check_names
-from kvfold.integrations.models import load_model
 from kvfold.integrations.text import text_sha256
-from kvfold.integrations.transformers import attach
 
 
 def evaluate(
     model: Model = "smollm2",
+    runtime: RuntimeName = "torch",
     formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
         "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3,turboquant-2"
     ),
@@ -47,10 +57,11 @@ def evaluate(
         check_names(name)
     weights = parse_dtype(dtype)
     starts = None if offsets is None else listed_integers("offsets", offsets)
+    check_runtime(runtime)
     words = read_text(text)
     measured = None if calibration is None else Calibration.load(calibration)
-    network, tokenizer = load_model(model, weights)
-    attach(network)
+    network, tokenizer = load_runtime(runtime, model, weights)
+    network.attach()
     ids = tokenizer(words, return_tensors="pt").input_ids
     parts = split_passages(ids, passage, passages, starts)
     with token_progress() as progress:
@@ -59,7 +70,13 @@ def evaluate(
             network, parts, names, calibration=measured, progress=lambda n: progress.advance(task, n)
         )
     if as_json:
-        about = {"model": model, "text_sha": text_sha256(words), "passage": passage, "calibrated": measured is not None}
+        about = {
+            "model": model,
+            "runtime": runtime,
+            "text_sha": text_sha256(words),
+            "passage": passage,
+            "calibrated": measured is not None,
+        }
         print(json.dumps([row.to_json(**about) for row in rows], indent=2, ensure_ascii=False))
         return
     _print(rows, model, layers)

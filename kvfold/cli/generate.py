@@ -10,13 +10,14 @@ from rich.console import Console
 from torch import Tensor
 from transformers import TextStreamer
 
-from kvfold.cli.options import CalibrationFile, Json, Model, parse_dtype, token_progress
+from kvfold.cache.report import CacheReport
+from kvfold.cli.options import CalibrationFile, Json, Model, RuntimeName, check_runtime, parse_dtype, token_progress
 from kvfold.eviction import QueryStatistics, TriAttention
 from kvfold.formats import DEFAULT, KeyStatistics, check_names
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
-from kvfold.integrations.transformers.prompt import answer, prompt_ids, read_prompt
+from kvfold.integrations.transformers.prompt import Answer, answer, prompt_ids, read_prompt
 
 BUDGET = 2048
 """The paper's."""
@@ -47,6 +48,16 @@ def generate(
         int | None,
         typer.Option(min=1, help="With --eviction: tokens that each head of a layer keeps; 2048 by default."),
     ] = None,
+    runtime: RuntimeName = "torch",
+    cache_limit: Annotated[
+        int | None, typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself.")
+    ] = None,
+    memory_limit: Annotated[
+        int | None, typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps.")
+    ] = None,
+    wired_limit: Annotated[
+        int | None, typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped.")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -67,6 +78,10 @@ def generate(
     kvfold calibrate --eviction --out smollm2.tria
 
     kvfold generate --prompt "Tell a long story." --max-new-tokens 4000 --eviction smollm2.tria --budget 1024
+
+    On a Mac, by MLX:
+
+    kvfold generate --runtime mlx --prompt "Why is the sky blue?" --cache-limit-mb 512
     """
     check_names(format)
     if budget is not None and eviction is None:
@@ -79,6 +94,13 @@ def generate(
     policy = None
     if eviction is not None:
         policy = TriAttention(budget=budget or BUDGET, statistics=QueryStatistics.load(eviction))
+    limits = {"cache-limit-mb": cache_limit, "memory-limit-mb": memory_limit, "wired-limit-mb": wired_limit}
+    check_runtime(runtime)
+    for name, value, only in (
+        ("cache", cache_file, "torch"), ("eviction", eviction, "torch"), *((*limit, "mlx") for limit in limits.items()),
+    ):  # fmt: skip
+        if value is not None and runtime != only:
+            raise ValueError(f"{name} = {value}, and runtime = {runtime!r}: it is for runtime {only!r}; leave one out")
     weights = parse_dtype(dtype)
     parts = []
     if file is not None:
@@ -90,8 +112,15 @@ def generate(
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
 
+    words, held = "\n\n".join(parts), 0
+    if runtime == "mlx":
+        ids, said, report = _by_mlx(
+            model, format, words, max_new_tokens, temperature, weights, calibration, [*limits.values()], raw, as_json
+        )  # fmt: skip
+        _print(model, runtime, format, ids, held, said, report, as_json)
+        return
     network, tokenizer = load_model(model, weights)
-    ids = prompt_ids(tokenizer, "\n\n".join(parts), raw)
+    ids = prompt_ids(tokenizer, words, raw)
     attach(network)
     cache = FoldedCache(network.config, format, calibration=calibration, eviction=policy)
     if cache_file is not None and cache_file.exists():
@@ -104,11 +133,54 @@ def generate(
     said = answer(network, tokenizer, ids, cache, max_new_tokens, temperature, streamer)
     if cache_file is not None:
         cache.save(cache_file, ids=said.ids[:, : cache.get_seq_length()])
-    report = cache.report()
+    _print(model, runtime, format, ids, held, said, cache.report(), as_json)
+
+
+def _by_mlx(
+    model: str,
+    format: str,
+    words: str,
+    max_new_tokens: int,
+    temperature: float,
+    dtype: torch.dtype | None,
+    calibration: Path | None,
+    limits: list[int | None],
+    raw: bool,
+    quiet: bool,
+) -> tuple[Tensor, Answer, CacheReport]:
+    """Ids of the prompt, the answer to it, and what the cache held at its end."""
+    from kvfold.integrations.mlx import cache_report, make_prompt_cache
+    from kvfold.integrations.mlx.prompt import mlx_answer, set_memory_limits
+    from kvfold.integrations.mlx.runtime import MlxRuntime
+
+    set_memory_limits(*limits)
+    runtime, tokenizer = MlxRuntime.load(model, dtype)
+    ids = prompt_ids(tokenizer, words, raw)
+    cache = make_prompt_cache(runtime.model, format, calibration=calibration)
+    with token_progress() as progress:
+        task = progress.add_task("reading the prompt", total=ids.shape[1])
+
+        def read(done: int, total: int) -> None:
+            progress.update(task, completed=done, visible=done < total)
+
+        said = mlx_answer(
+            runtime.model, runtime.tokenizer, ids, cache, max_new_tokens, temperature,
+            wired=limits[2] is not None, progress=read,
+            say=(lambda text: None) if quiet else lambda text: print(text, end="", flush=True),
+        )  # fmt: skip
+    if not quiet:
+        print()
+    return ids, said, cache_report(cache)
+
+
+def _print(
+    model: str, runtime: str, format: str, ids: Tensor, held: int, said: Answer, report: CacheReport, as_json: bool
+) -> None:
     if as_json:
         row = {
-            "model": model, "format": format, "prompt_tokens": ids.shape[1], "reused_tokens": held, "text": said.text,
-            "new_tokens": said.tokens, "tokens_per_second": said.tokens_per_second, **report.to_json(),
+            "model": model, "runtime": runtime, "format": format, "prompt_tokens": ids.shape[1], "reused_tokens": held,
+            "text": said.text, "new_tokens": said.tokens, "tokens_per_second": said.tokens_per_second,
+            **report.to_json(),
         }  # fmt: skip
         print(json.dumps(row, indent=2, ensure_ascii=False))
         return

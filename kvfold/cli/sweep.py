@@ -8,11 +8,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse_dtype, read_text, token_progress
+from kvfold.cli.options import (
+    Json,
+    Model,
+    RuntimeName,
+    check_runtime,
+    listed_integers,
+    listed_names,
+    load_runtime,
+    parse_dtype,
+    read_text,
+    token_progress,
+)
 from kvfold.evaluate.quality import split_passages
 from kvfold.evaluate.records import Row
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, pareto, recommend
-from kvfold.integrations.models import load_model
 from kvfold.integrations.text import text_sha256
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "invalid": "red"}
@@ -20,6 +30,7 @@ COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "invalid": "red"}
 
 def sweep(
     model: Model = "smollm2",
+    runtime: RuntimeName = "torch",
     out: Annotated[Path, typer.Option(help="JSON-lines file; runs that it holds already are not repeated.")] = Path(
         "sweep.jsonl"
     ),
@@ -59,12 +70,13 @@ def sweep(
         listed_integers("page_sizes", page_sizes), None if residuals is None else listed_names(residuals),
     )  # fmt: skip
     weights = parse_dtype(dtype)
+    check_runtime(runtime)
     words = read_text(text)
-    network, tokenizer = load_model(model, weights)
+    network, tokenizer = load_runtime(runtime, model, weights)
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
     about = {
         "model": model, "text_sha": text_sha256(words), "passage": passage,
-        "dtype": str(network.dtype).removeprefix("torch."),
+        "dtype": network.dtype, "runtime": runtime,
     }  # fmt: skip
     console = Console(stderr=True)
     with token_progress() as progress:

@@ -1,21 +1,19 @@
 """`kvfold eval`: what each format costs a model, on a text, through the real cache and attention."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
-from kvfold.integrations.transformers import FoldedCache
-from kvfold.integrations.transformers.layer import FoldedLayer
+from kvfold.evaluate.runtime import Compared, Runtime, runtime_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,8 @@ class QualityRow:
         error alone, without what earlier layers' errors do to later ones. NaN for layers that stay dense.
     seconds, seconds_dense
         Time that reading with this cache took, and with the dense one.
+    packages
+        Packages whose versions the figures depend on, beside kvfold.
     """
 
     format: str
@@ -58,20 +58,21 @@ class QualityRow:
     value_error: tuple[float, ...]
     seconds: float
     seconds_dense: float
+    packages: tuple[str, ...]
 
     def to_json(self, **about: Any) -> dict[str, Any]:
         """A plain dict, with `about` (model, text, …) and the versions in use."""
-        return about | asdict(self) | {"versions": versions()}
+        row = about | asdict(self) | {"versions": versions(self.packages)}
+        del row["packages"]
+        return row
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
     """Versions that a figure depends on."""
     from importlib.metadata import version
 
     return {
-        "kvfold": version("kvfold"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version(name) for name in ("kvfold", *packages)},
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
@@ -116,7 +117,7 @@ def split_passages(ids: Tensor, passage: int, count: int, offsets: Sequence[int]
 
 @torch.no_grad()
 def evaluate_formats(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Runtime,
     passages: Sequence[Tensor],
     formats: Sequence[str] | Mapping[str, Policy],
     *,
@@ -129,7 +130,7 @@ def evaluate_formats(
     Parameters
     ----------
     model
-        An attached model.
+        An attached model of transformers, or a runtime.
     passages
         Tokens, (1, T) each.
     formats
@@ -144,19 +145,17 @@ def evaluate_formats(
     policies = formats if isinstance(formats, Mapping) else {name: Policy(name) for name in formats}
     meters = {name: FidelityMeter() for name in ["dense", *formats]}
     errors: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in formats}
-    folded: dict[str, FoldedCache] = {}
+    runtime, folded = runtime_of(model), dict[str, Any]()
     for ids in passages:
-        dense = DynamicCache(config=model.config)
-        folded = {
-            name: FoldedCache(model.config, policy=policy, calibration=calibration) for name, policy in policies.items()
-        }
-        read_in_lockstep(model, ids, dense, folded, meters, chunk=chunk, progress=progress)
+        dense = runtime.dense_cache()
+        folded = {name: runtime.folded_cache(policy, calibration) for name, policy in policies.items()}
+        read_in_lockstep(runtime, ids, dense, folded, meters, chunk=chunk, progress=progress)
         for name, cache in folded.items():
-            errors[name].append(codec_errors(dense, cache))
+            errors[name].append(codec_errors(runtime.compared(dense, cache)))
     reference = meters["dense"].result()
     rows = []
     for name, cache in folded.items():
-        result, report = meters[name].result(), cache.report()
+        result, report = meters[name].result(), runtime.report(cache)
         key_error, value_error = (
             tuple(torch.tensor([part[side] for part in errors[name]]).mean(0).tolist()) for side in (0, 1)
         )
@@ -177,31 +176,27 @@ def evaluate_formats(
                 value_error=value_error,
                 seconds=result.seconds,
                 seconds_dense=reference.seconds,
+                packages=runtime.packages,
             )
         )
     return rows
 
 
-def codec_errors(dense: DynamicCache, folded: FoldedCache) -> tuple[list[float], list[float]]:
-    """‖x − x̂‖²/‖x‖² of each layer's dense keys and values under the formats of `folded`, sinks left out."""
+def codec_errors(layers: Iterable[Compared | None]) -> tuple[list[float], list[float]]:
+    """‖x − x̂‖²/‖x‖² of each layer's dense keys and values under its formats, sinks left out; NaN for dense layers."""
     errors: tuple[list[float], list[float]] = ([], [])
-    for own, layer in zip(dense.layers, folded.layers, strict=True):
-        if not isinstance(layer, FoldedLayer):
-            errors[0].append(nan)
-            errors[1].append(nan)
+    for layer in layers:
+        if layer is None or layer[0].awaits_fit:  # dense, or nothing folded
+            for side in errors:
+                side.append(nan)
             continue
-        pair = layer.folded.groups[0].rows.formats  # as fitted to this passage
-        if pair.awaits_fit:  # nothing folded
-            errors[0].append(nan)
-            errors[1].append(nan)
-            continue
+        pair, keys, values = layer
+        sides = [(0, pair.keys, keys), (1, pair.values, values)]
         if pair.shares_pages:  # a latent and its rotary part, in the place of keys and values
-            sides = [(0, pair.keys, torch.cat((own.keys, own.values), -1))]
             errors[1].append(nan)
-        else:
-            sides = [(0, pair.keys, own.keys), (1, pair.values, own.values)]
-        for side, fmt, x in sides:
+            sides = sides[:1]
+        for at, fmt, x in sides:
             x = x[:, :, pair.window.sinks :].float()
             error = (fmt.unfold(fmt.fold(x)) - x).square().sum() / x.square().sum()
-            errors[side].append(error.item())
+            errors[at].append(error.item())
     return errors

@@ -10,19 +10,20 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
 from kvfold.evaluate.quality import QualityRow, evaluate_formats, versions
 from kvfold.evaluate.records import Row, append_row, open_rows
+from kvfold.evaluate.runtime import Runtime, runtime_of
 from kvfold.formats import FAMILIES, NO_RESIDUAL, Window, get_format, get_formats
-from kvfold.integrations.transformers import FoldedCache, attach, detach
 from kvfold.planning import model_layers
 from kvfold.quant.packing import TILE
 from kvfold.quant.residuals import RESIDUALS
@@ -211,7 +212,7 @@ class Sweep:
     Parameters
     ----------
     model
-        Not attached; `run` attaches it, and detaches it at its end.
+        Of transformers, or a runtime. Not attached; `run` attaches it, and detaches it at its end.
     passages
         Tokens, (1, T) each.
     path
@@ -229,7 +230,7 @@ class Sweep:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Runtime,
         passages: Sequence[Tensor],
         path: Path,
         about: Row,
@@ -243,7 +244,7 @@ class Sweep:
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(f"family = {family!r}: choose one of {', '.join(FAMILIES)}")
-        self.model, self.passages, self.path, self.about = model, passages, path, about
+        self.model, self.passages, self.path, self.about = runtime_of(model), passages, path, about
         self.family, self.chunk = family, chunk
         self.budgets, self.steps = budgets or Budgets(), steps or Steps()
         self.started, self.progress = started, progress
@@ -254,7 +255,7 @@ class Sweep:
                 f"residuals = {','.join(self.residuals)!r}: keys of {family!r} take none; leave them out, or choose "
                 "another family"
             )
-        self.layers = model_layers(model.config.to_dict())
+        self.layers = model_layers(self.model.config)
         self._check_passages()
         self.n_tokens = sum(ids.shape[1] - 1 for ids in passages)
         self.known = open_rows(path)
@@ -291,7 +292,7 @@ class Sweep:
         try:
             return self.ablate(), self.descend()
         finally:
-            detach(self.model)
+            self.model.detach()
 
     def ablate(self) -> list[Row]:
         """Rows of the ablation."""
@@ -376,7 +377,7 @@ class Sweep:
     def _evaluate(self, format: str, config: Config | None) -> Row:
         if config is None:
             return self._identity()
-        attach(self.model)
+        self.model.attach()
         (quality,) = evaluate_formats(
             self.model, self.passages, {format: self._policy(config)}, chunk=self.chunk, progress=self.progress
         )
@@ -387,17 +388,18 @@ class Sweep:
     def _identity(self) -> Row:
         """The model with every layer dense, attached, beside itself as it was before kvfold touched it."""
 
-        def run(*arguments: Any, past_key_values: Any, **options: Any) -> Any:
-            (attach if isinstance(past_key_values, FoldedCache) else detach)(self.model)
-            return self.model(*arguments, past_key_values=past_key_values, **options)
-
         meters = {"dense": FidelityMeter(), "attached": FidelityMeter()}
         for ids in self.passages:
-            cache = FoldedCache(self.model.config, policy=self._policy(None))
-            dense = DynamicCache(config=self.model.config)
+            cache, dense = self.model.folded_cache(self._policy(None)), self.model.dense_cache()
+            run = partial(self._with_or_without, cache)
             read_in_lockstep(run, ids, dense, {"attached": cache}, meters, chunk=self.chunk, progress=self.progress)
-        before, after, report = meters["dense"].result(), meters["attached"].result(), cache.report()
+        before, after, report = meters["dense"].result(), meters["attached"].result(), self.model.report(cache)
         return self._figures(before.ppl, after, report.bits_per_value, report.held_bytes, before.seconds)
+
+    def _with_or_without(self, attached: Any, ids: Tensor, *, past_key_values: Any, **options: Any) -> Any:
+        """The model, attached if it reads the cache `attached`."""
+        (self.model.attach if past_key_values is attached else self.model.detach)()
+        return self.model(ids, past_key_values=past_key_values, **options)
 
     def _figures(
         self, dense_ppl: float, own: Fidelity | QualityRow, bits: float, held_bytes: int, dense_seconds: float
@@ -414,7 +416,7 @@ class Sweep:
             "top1": own.top1,
             "bits_per_value": bits,
             "held_bytes": held_bytes,
-            "versions": versions(),
+            "versions": versions(self.model.packages),
         }
 
     def _describe(self, config: Config | None) -> Row:

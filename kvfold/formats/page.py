@@ -99,7 +99,7 @@ class Pages:
         """Every tensor that is present, by name."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor):
+            if value is not None and field.name not in ("tokens", "first"):
                 yield field.name, value
 
     def map_named(self, fn: Callable[[str, Tensor], Tensor]) -> "Pages":

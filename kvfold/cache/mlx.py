@@ -1,0 +1,372 @@
+"""A layer's folded cache in MLX arrays: the same pages, byte for byte, and the same moments of folding.
+
+What is where, and when it folds, is `FoldedRows`' own. Here is what arrays ask for in the place of tensors: they are
+computed when somebody looks, and nothing changes them in place. So a token joins the dense tail without anybody waiting
+for it; the device is waited for when a page folds, once in 64 tokens (formats that fold token by token wait at each).
+Pages are folded by the format itself, on the CPU, whose memory an Apple GPU shares.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvfold.cache.layer import Appended, LayerCache, RowGroup
+from kvfold.cache.report import held_bytes, walk_tensors
+from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.saved import Contents
+from kvfold.cache.store import PageStore
+from kvfold.formats import FormatPair, KeyStatistics
+from kvfold.formats.page import Pages
+from kvfold.kernels.mlx import mx
+from kvfold.kernels.mlx.arrays import DTYPES, copies_of, table, to_mlx, to_torch
+
+FLOATING = {mx.float32, mx.float16, mx.bfloat16}
+ARRAY_DTYPES = {own: dtype for dtype, own in DTYPES.items()}
+
+
+class ArrayStore(PageStore):
+    """Pages of one stream, in arrays (batch, kv_heads, capacity, …) that grow ahead of need."""
+
+    def pages(self, start: int = 0, stop: int | None = None) -> Pages:
+        """Pages `start` to `stop`, as arrays."""
+        stop = self.count if stop is None else min(stop, self.count)
+        assert self.storage is not None
+        view = self.storage.map(lambda t: t[:, :, start:stop])
+        size = self.form.page_size
+        return replace(view, tokens=(stop - start) * size, first=self.origin + start * size)
+
+    def append(self, pages: Pages) -> None:
+        """Add whole pages, given as tensors, after the last."""
+        added = pages.code.shape[2]
+        self._reserve(self.count + added, like=pages)
+        self._put(pages, self.count)
+        self.count += added
+
+    def merge(self, pages: Pages, first: int) -> None:
+        """As `PageStore.merge`, of tensors."""
+        if first < self.count:
+            held = as_tensors(self.pages(first, first + pages.code.shape[2]))
+            own = held.code.shape[2]
+
+            def joined(name: str, new: torch.Tensor) -> torch.Tensor:
+                old, part = getattr(held, name), new[:, :, :own]
+                both = part + old if part.is_floating_point() else part | old
+                return torch.cat((both, new[:, :, own:]), 2)
+
+            pages = pages.map_named(joined)
+            self.count = first
+        self.append(pages)
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` pages; give the storage back once less than half of it is in use."""
+        self.count = count
+        if count == 0:
+            self.storage = None
+        elif self.storage is not None and 2 * count < self._capacity:
+            self.storage = self.storage.map(lambda t: mx.contiguous(t[:, :, :count]))
+
+    def replace_page(self, page: int, pages: Pages) -> None:
+        """Put one page, given as tensors, into the place of page `page`."""
+        self._put(pages, page)
+
+    def _put(self, pages: Pages, first: int) -> None:
+        assert self.storage is not None
+        for name, tensor in pages.tensors():
+            getattr(self.storage, name)[:, :, first : first + tensor.shape[2]] = to_mlx(tensor)
+
+    def _reserve(self, count: int, like: Pages) -> None:
+        if count <= self._capacity:
+            return
+        capacity = max(count, self._capacity + self._capacity // self.GROWTH)
+
+        def grown(name: str, template: torch.Tensor) -> mx.array:
+            held = [] if self.storage is None else [getattr(self.storage, name)[:, :, : self.count]]
+            room = (*template.shape[:2], capacity - (self.count if held else 0), *template.shape[3:])
+            return mx.concatenate([*held, mx.zeros(room, ARRAY_DTYPES[template.dtype])], 2)
+
+        self.storage = like.map_named(grown)
+
+
+def as_tensors(pages: Pages) -> Pages:
+    """Pages in arrays as pages in tensors."""
+    return pages.map(to_torch)
+
+
+def as_arrays(pages: Pages) -> Pages:
+    """Pages in tensors as pages in arrays."""
+    return pages.map(to_mlx)
+
+
+class ArrayRows(FoldedRows):
+    """`FoldedRows` in MLX arrays.
+
+    `sinks` and `tail` hold no more tokens than there are.
+    """
+
+    def __init__(self, formats: FormatPair, kv_heads: int) -> None:
+        super().__init__(formats, kv_heads)
+        if formats.shares_pages:
+            raise ValueError("values that are a view of keys are not held in MLX arrays")
+        self.keys = ArrayStore(formats.keys.form, self.window.sinks)
+        self.values: ArrayStore = ArrayStore(formats.values.form, self.window.sinks)
+
+    @classmethod
+    def of(cls, rows: FoldedRows) -> "ArrayRows":
+        """A copy of rows of tensors."""
+        own = cls(rows.unfitted, rows.kv_heads)
+        own._set_formats(rows.formats)
+        own.length, own.tail_start = rows.length, rows.tail_start
+        sinks, tail = rows.sink_span(), rows.tail_span()
+        own.sinks = None if sinks is None else (to_mlx(sinks.key), to_mlx(sinks.value))
+        own.tail = None if tail is None else (to_mlx(tail.key), to_mlx(tail.value))
+        own.query_energy = None if rows.query_energy is None else to_mlx(rows.query_energy)
+        for store, held in zip(own.stores, rows.stores, strict=True):
+            if held.count:
+                store.append(held.pages())
+        return own
+
+    def append(self, key: mx.array, value: mx.array) -> DenseSpan | None:
+        """Add tokens, (batch, kv_heads, n, dim), n ≥ 1.
+
+        Returns
+        -------
+        DenseSpan or None
+            As `FoldedRows.commit`, in arrays.
+
+        Raises
+        ------
+        ValueError
+            If what folds holds a NaN or an infinity, or a scale leaves float16's range.
+        """
+        into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
+        if into_sinks:
+            self.sinks = _joined(self.sinks, key[:, :, :into_sinks], value[:, :, :into_sinks])
+        n = key.shape[2] - into_sinks
+        self.length += into_sinks
+        key, value = key[:, :, into_sinks:], value[:, :, into_sinks:]
+        if self.formats.folds_by_token:
+            if n:
+                self._look_at_sinks()
+                slot = self.length - self.window.sinks
+                for store, pages in zip(self.stores, self._fold(self.formats, key, value, slot), strict=True):
+                    store.merge(pages, slot // self.page_size)
+                self.length += n
+            return None
+        unread = self.folded_stop
+        if n:
+            self.tail = _joined(self.tail, key, value)
+            self.length += n
+        tail = self.tail_span()
+        if tail is None:
+            return DenseSpan(key, value, self.length)  # of no token: all are sinks
+        if not self.formats.awaits_fit:
+            self._fold_into_stores(tail, self.formats)
+        self._drop_folded(tail)
+        skip = max(unread - tail.start, 0)
+        return DenseSpan(tail.key[:, :, skip:], tail.value[:, :, skip:], tail.start + skip)
+
+    def _fold_into_stores(self, tail: DenseSpan, formats: FormatPair) -> None:
+        """Fold what is ripe of the tail."""
+        pages = self._fold_ripe(tail, formats)
+        self._set_formats(formats)
+        for store, folded in zip(self.stores, pages or (), strict=pages is not None):
+            store.append(folded)
+
+    def _drop_folded(self, tail: DenseSpan) -> None:
+        """Let go of what folded too long ago to be undone."""
+        self.tail_start = self._start_of_tail(self.length)
+        dropped = self.tail_start - tail.start
+        if dropped:
+            self.tail = (mx.contiguous(tail.key[:, :, dropped:]), mx.contiguous(tail.value[:, :, dropped:]))
+
+    def _fold(self, formats: FormatPair, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
+        self._look_at_sinks()
+        return super()._fold(formats, to_torch(key), to_torch(value), slot)
+
+    def _look_at_sinks(self) -> None:
+        if self.sinks is not None and self._looked < 0:
+            if not all(mx.isfinite(x).all().item() for x in self.sinks):
+                raise ValueError("one of the first tokens is NaN or infinite: the model's own computation broke")
+            self._looked = 0
+
+    def observe(self, query: mx.array, n: int) -> None:
+        """As `FoldedRows.observe`; statistics are computed when the format is fitted."""
+        if self.tail is None or not self.awaits_queries:
+            return
+        first = self.length - n
+        own = query[:, :, max(self.window.sinks - first, 0) : max(self.fit_tokens - first, 0)]
+        shared = (own.shape[0], self.kv_heads, own.shape[1] // self.kv_heads, *own.shape[2:])
+        energy = mx.square(own.astype(mx.float32)).reshape(shared)
+        energy = energy.mean(2).astype(mx.bfloat16)
+        seen = energy if self.query_energy is None else mx.concatenate((self.query_energy, energy), 2)
+        if self.length >= self.fit_tokens and self.formats.awaits_fit:
+            tail = self.tail_span()
+            assert tail is not None
+            tokens, queries = self.fit_tokens - tail.start, to_torch(seen)
+            if not queries.isfinite().all():
+                raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
+            fitted = []
+            for fmt, x, read in (
+                (self.formats.keys, tail.key, queries),
+                (self.formats.values, tail.value, queries[:, :, :0]),
+            ):
+                about = KeyStatistics.of(to_torch(x[:, :, :tokens]), read, self.page_size)
+                fitted.append(fmt.fitted(about) if fmt.awaits_fit else fmt)
+            self._fold_into_stores(tail, self.formats.with_formats(*fitted))
+            self._drop_folded(tail)
+        # A crop that leaves no trace may go back behind the fit.
+        self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
+
+    def crop(self, length: int) -> int:
+        lost = super().crop(length)
+        for name, held in (("sinks", min(self.length, self.window.sinks)), ("tail", self.length - self.tail_start)):
+            if getattr(self, name) is not None:
+                own = tuple(mx.contiguous(x[:, :, :held]) for x in getattr(self, name))
+                setattr(self, name, own if held > 0 else None)
+        return lost
+
+    def _crop_tokens(self, kept: int) -> None:
+        whole, part = divmod(kept, self.page_size)
+        for store in self.stores:
+            store.truncate(-(-kept // self.page_size))
+            if part:
+                assert isinstance(store, ArrayStore)
+                last = as_tensors(store.pages(whole, whole + 1)).map(lambda t: t.clone())
+                store.form.clear(last, part)
+                store.replace_page(whole, last)
+
+    def _reopen(self, page: int, tokens: int) -> None:
+        sides = []
+        for store in (self.keys, self.values):
+            dense = store.form.unfold(as_tensors(store.pages(page, page + 1)))[:, :, :tokens]
+            assert self.tail is not None  # a folded page was dense before
+            sides.append(to_mlx(dense).astype(self.tail[0].dtype))
+        self.tail = (sides[0], sides[1])
+
+
+def _joined(held: tuple[mx.array, mx.array] | None, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    if held is None:
+        return mx.contiguous(key), mx.contiguous(value)
+    return mx.concatenate((held[0], key), 2), mx.concatenate((held[1], value), 2)
+
+
+class ArrayLayer(LayerCache):
+    """`LayerCache` in MLX arrays, for batches without padding."""
+
+    @classmethod
+    def of(cls, layer: LayerCache) -> "ArrayLayer":
+        """A copy of a layer of tensors.
+
+        Raises
+        ------
+        ValueError
+            If it has what MLX caches have not: padding, evicted tokens, values that are a view of keys, or sharpening.
+        """
+        if len(layer.groups) > 1 or any(group.padding or group.rows.evicted for group in layer.groups):
+            raise ValueError("the cache holds padding or has evicted tokens, which MLX caches do not")
+        if layer.values_of_keys or layer.sharpen:
+            raise ValueError("the cache shares values with keys or sharpens scores, which MLX caches do not")
+        own = cls(layer.format, layer.index, layer.dense_dtype, layer.window, layer.statistics, layer.frequencies)
+        own.columns, own._formats, own._like = layer.columns, layer._formats, layer._like
+        own.groups = [RowGroup(g.batch_rows, g.padding, ArrayRows.of(g.rows)) for g in layer.groups]
+        return own
+
+    @property
+    def rows(self) -> ArrayRows:
+        """All rows of the batch; there must be some."""
+        rows = self.groups[0].rows
+        assert isinstance(rows, ArrayRows)
+        return rows
+
+    def append(self, key: mx.array, value: mx.array, padding: Sequence[int] | None = None) -> Appended:
+        """Add columns to every row, as `LayerCache.append`.
+
+        Parameters
+        ----------
+        key, value
+            float32, float16 or bfloat16, (batch, kv_heads, n, dim).
+        padding
+            None.
+
+        Raises
+        ------
+        ValueError
+            On a shape or dtype that differs from what the cache holds; and on a NaN or infinity, when its page folds.
+            Until then attention over it gives NaN.
+        """
+        if padding is not None:
+            raise ValueError(f"padding = {padding}: MLX caches hold rows of one length, without padding")
+        self._check_arrays(key, value)
+        dtype = ARRAY_DTYPES[self._stored(key)]
+        key, value = key.astype(dtype), value.astype(dtype)
+        batch, kv_heads, n, key_dim = key.shape
+        if self._like is None:
+            like = torch.empty(batch, kv_heads, 0, key_dim, dtype=DTYPES[dtype])
+            self._like = (like, like.new_empty(batch, kv_heads, 0, value.shape[-1]))
+        if self._formats is None:
+            self._formats = self._fitted(self.formats_of(key_dim, value.shape[-1]), self._like[0])
+        if not self.groups:
+            self.groups = [RowGroup(torch.arange(batch), 0, ArrayRows(self._formats, kv_heads))]
+        try:
+            dense = self.rows.append(key, value)
+        except ValueError as error:
+            raise ValueError(f"layer {self.index}: {error}") from None
+        first_column, self.columns = self.columns, self.columns + n
+        return Appended(self, first_column, n, [dense])
+
+    def _stored(self, x: mx.array) -> torch.dtype:
+        if self.dense_dtype is not None:
+            return self.dense_dtype
+        return DTYPES[x.dtype] if x.dtype.size == 2 else torch.float16
+
+    def _check_arrays(self, key: mx.array, value: mx.array) -> None:
+        where = f"layer {self.index}"
+        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or not key.shape[2]:
+            raise ValueError(
+                f"{where}: key {key.shape} and value {value.shape} must both have the shape (batch, kv_heads, tokens, "
+                "dim), with equal batch, heads and tokens, and at least one token"
+            )
+        if not {key.dtype, value.dtype} <= FLOATING:
+            raise TypeError(f"{where}: key is {key.dtype} and value is {value.dtype}; both must be floating point")
+        if self._like is None:
+            return
+        for name, new, held in (("key", key, self._like[0]), ("value", value, self._like[1])):
+            if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]):
+                raise ValueError(
+                    f"{where}: {name} has {new.shape[0]} rows of {new.shape[1]} heads of {new.shape[3]}, the cache "
+                    f"holds {held.shape[0]} of {held.shape[1]} heads of {held.shape[3]}: was it filled by another "
+                    "model?"
+                )
+            if self._stored(new) != held.dtype:
+                raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
+
+    def observe(self, query: mx.array, new: Appended) -> None:
+        """Show the queries of the tokens just appended to formats that go by them, as `LayerCache.observe`."""
+        if new.observed:
+            return
+        new.observed = True
+        try:
+            self.rows.observe(query, new.columns)
+        except ValueError as error:
+            raise ValueError(f"layer {self.index}: {error}") from None
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
+        """What `to_saved` tells, with arrays in the place of tensors; nothing is computed for it."""
+        saved = self.to_saved()
+        arrays = {name: x if isinstance(x, mx.array) else table(x) for name, x in saved.tensors.items()}
+        return saved.data, arrays
+
+    @classmethod
+    def from_arrays(cls, data: dict[str, Any], arrays: Mapping[str, mx.array], index: int) -> "ArrayLayer":
+        """The layer that `to_arrays` told of; raises ValueError if its parts do not fit together."""
+        tensors = {name: to_torch(array).clone() for name, array in arrays.items()}
+        return cls.of(LayerCache.from_saved(Contents(data, tensors), index))
+
+
+def held_array_bytes(*objects: object) -> int:
+    """`held_bytes` of what may also hold MLX arrays, and of the arrays that tables were copied to."""
+    tables = (tensor for obj in objects for tensor in walk_tensors(obj))
+    arrays = [array for obj in objects for array in walk_tensors(obj, mx.array)] + copies_of(tables)
+    return held_bytes(*objects) + sum({id(array): array.nbytes for array in arrays}.values())

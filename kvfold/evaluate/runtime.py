@@ -1,0 +1,63 @@
+"""What the evaluation asks of an engine that runs a model with caches."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache.calibration import Calibration
+from kvfold.cache.policy import Policy
+from kvfold.cache.report import CacheReport
+from kvfold.formats import FormatPair
+from kvfold.integrations.transformers.runtime import TransformersRuntime
+
+Compared = tuple[FormatPair, Tensor, Tensor]
+"""A folded layer's formats, as fitted, and the dense cache's keys and values, (batch, kv_heads, tokens, dim)."""
+
+
+class Runtime(Protocol):
+    """A model on an engine.
+
+    Calling it with tokens, (1, T), and `past_key_values` gives what has their `logits`, (1, T, vocabulary).
+
+    Attributes
+    ----------
+    config
+        The model's config.json.
+    dtype
+        Name of the weights' dtype.
+    packages
+        Whose versions its figures depend on.
+    """
+
+    config: Mapping[str, Any]
+    dtype: str
+    packages: tuple[str, ...]
+
+    def __call__(self, ids: Tensor, *, past_key_values: Any, use_cache: bool = True) -> Any: ...
+
+    def attach(self) -> None:
+        """Let the model read folded caches."""
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+
+    def dense_cache(self) -> Any:
+        """An empty cache of the engine's own."""
+
+    def folded_cache(self, policy: Policy, calibration: Calibration | None = None) -> Any:
+        """An empty folded cache."""
+
+    def report(self, cache: Any) -> CacheReport:
+        """What a cache of `folded_cache` holds."""
+
+    def compared(self, dense: Any, folded: Any) -> Iterator[Compared | None]:
+        """Of each layer what the codec's own error needs, when both caches read the same; None if it is dense."""
+
+
+def runtime_of(model: PreTrainedModel | Runtime) -> Runtime:
+    """A model of transformers as a runtime; a runtime as it is."""
+    if isinstance(model, PreTrainedModel):
+        return TransformersRuntime(model)
+    return cast(Runtime, model)

@@ -1,0 +1,14 @@
+"""kvfold for mlx-lm: `pip install 'kvfold[mlx]'`, on Macs and, on the CPU, on Linux."""
+
+import kvfold.attention.mlx  # noqa: F401  # before mlx-lm: it says so if there is no MLX
+
+try:
+    import mlx_lm  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"mlx-lm is not installed ({error}): pip install 'kvfold[mlx]'") from None
+
+from kvfold.integrations.mlx.attach import attach, detach
+from kvfold.integrations.mlx.cache import FoldedKVCache, cache_report, make_prompt_cache
+from kvfold.integrations.mlx.models import load_mlx_model
+
+__all__ = ["FoldedKVCache", "attach", "cache_report", "detach", "load_mlx_model", "make_prompt_cache"]

@@ -1,0 +1,90 @@
+"""Let mlx-lm's models read folded caches."""
+
+import logging
+import sys
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from kvfold.attention.mlx import attend
+from kvfold.cache.layer import Appended
+
+logger = logging.getLogger("kvfold")
+
+FUNCTION = "scaled_dot_product_attention"
+_THEIRS = getattr(base, FUNCTION)
+
+
+class FoldedHandle:
+    """What a folded layer gives in the place of dense keys and values: their shape, and no elements.
+
+    mlx-lm's models hand what `update_and_fetch` returns on to `scaled_dot_product_attention`, which takes `appended`
+    from it. Whatever else is asked of it is an error.
+    """
+
+    def __init__(self, appended: Appended, like: mx.array, part: int) -> None:
+        self.appended, self.part, self.dtype = appended, part, like.dtype
+        self.shape = (*like.shape[:2], appended.layer.columns, like.shape[3])
+        self.ndim = 4
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(
+            f"this model asks for {name!r} of cached keys or values itself, and folded ones have no elements: kvfold's "
+            f"MLX cache is for models that hand them to mlx_lm.models.base.{FUNCTION}"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getattr__("[...]")
+
+
+@wraps(_THEIRS)
+def _attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    if not isinstance(keys, FoldedHandle):
+        return _THEIRS(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    if (
+        not isinstance(values, FoldedHandle)
+        or values.appended is not keys.appended
+        or (keys.part, values.part) != (0, 1)
+    ):
+        raise TypeError("folded keys come with values that are not theirs: this model mixes caches in a way of its own")
+    if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f"mask = {mask!r}: folded attention takes 'causal', an array or None")
+        mask = None
+    return attend(queries, keys.appended, scaling=scale, mask=mask, sink_logits=sinks)
+
+
+def attach() -> None:
+    """Let all models of mlx-lm read folded caches folded; other caches are read as before.
+
+    Their attention function is a name in each model's module, so it is replaced there and where modules that are
+    imported later take it from. Calling it again takes in modules that came since; `detach` undoes it.
+    """
+    setattr(base, FUNCTION, _attention)
+    for module in _modules():
+        if getattr(module, FUNCTION) is _THEIRS:
+            setattr(module, FUNCTION, _attention)
+
+
+def detach() -> None:
+    """Undo `attach`."""
+    setattr(base, FUNCTION, _THEIRS)
+    for module in _modules():
+        if getattr(module, FUNCTION) is _attention:
+            setattr(module, FUNCTION, _THEIRS)
+
+
+def _modules() -> list[ModuleType]:
+    """Modules that have the function under its name: a model may also come from a file of its own."""
+    return [module for module in list(sys.modules.values()) if FUNCTION in getattr(module, "__dict__", {})]

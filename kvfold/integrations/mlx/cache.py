@@ -1,0 +1,251 @@
+"""A prompt cache of mlx-lm whose full-attention layers are folded."""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import torch
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as theirs
+
+from kvfold.cache.calibration import Calibration
+from kvfold.cache.mlx import ArrayLayer, held_array_bytes
+from kvfold.cache.policy import Policy
+from kvfold.cache.report import CacheReport, LayerReport
+from kvfold.cache.saved import Contents
+from kvfold.formats import DEFAULT
+from kvfold.integrations.mlx.attach import FoldedHandle, attach
+
+logger = logging.getLogger("kvfold")
+
+KIND = "kvfold-mlx-1"
+
+
+@dataclass
+class Passes:
+    """What the layers of one prompt cache must know of each other.
+
+    Attributes
+    ----------
+    broken
+        Why one of them did not take the tokens that others took; None if all is well.
+    """
+
+    broken: str | None = None
+
+
+class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
+    """One folded layer as mlx-lm sees it: `make_prompt_cache` makes a list of them.
+
+    Not batched with others by mlx-lm's server (it has no `merge`), and not quantised again.
+    """
+
+    def __init__(self, layer: ArrayLayer, passes: Passes | None = None) -> None:
+        self.layer = layer
+        self.passes = passes or Passes()
+
+    @property
+    def offset(self) -> int:
+        """Tokens held."""
+        return self.layer.columns
+
+    def size(self) -> int:
+        """Tokens held."""
+        return self.layer.columns
+
+    def empty(self) -> bool:
+        """Whether nothing is held."""
+        return not self.layer.columns
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[FoldedHandle, FoldedHandle]:
+        """Add tokens, (batch, kv_heads, n, dim); what comes back stands for all keys and values in attention.
+
+        Raises
+        ------
+        ValueError
+            On keys or values that do not fit what is held, or that hold NaN or infinity where they fold. The other
+            layers may have taken this pass's tokens, so the whole prompt cache is of no use then, and says so.
+        """
+        if self.passes.broken is not None:
+            raise ValueError(f"this prompt cache lost tokens in an earlier pass, make a new one: {self.passes.broken}")
+        try:
+            appended = self.layer.append(keys, values)
+        except (ValueError, TypeError) as error:
+            self.passes.broken = str(error)
+            raise
+        return FoldedHandle(appended, keys, 0), FoldedHandle(appended, values, 1)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask of `N` new tokens, as mlx-lm's own caches give it."""
+        return theirs.create_attention_mask(N, self.offset, return_array, window_size)
+
+    def is_trimmable(self) -> bool:
+        """True: see `trim`."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forget the newest `n` tokens; returns how many.
+
+        Up to `layer.undo` of them leave no trace, as speculative decoding wants it. Further back, tokens whose page had
+        folded go on from their folded values, and the log says so.
+        """
+        n = min(self.offset, n)
+        if n and self.layer.crop(self.offset - n):
+            logger.warning(
+                "layer %d: trim by %d tokens goes back further than the %d that leave no trace: tokens whose page had "
+                "folded go on from their folded values", self.layer.index, n, self.layer.undo,
+            )  # fmt: skip
+        return n
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> None:
+        """Not possible.
+
+        Raises
+        ------
+        ValueError
+            Always: `kv_bits` is for dense caches.
+        """
+        raise ValueError(f"kv_bits = {bits}: this cache is folded already; leave kv_bits out")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Arrays by name, and under "about" a line of JSON: for mlx-lm's `save_prompt_cache`, and to be evaluated."""
+        data, arrays = self.layer.to_arrays()
+        return {"about": json.dumps({"kind": KIND, "layer": self.layer.index, "data": data}), **arrays}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        held = dict(tree_flatten(state))
+        try:
+            about = Contents(json.loads(held.pop("about", "null")) or {})
+            kind = about.data.pop("kind", None)
+            if kind != KIND:
+                raise ValueError(f"its kind is {kind!r}, this kvfold reads {KIND!r}")
+            index = about.number("layer")
+            self.layer = ArrayLayer.from_arrays(about.take("data", dict), held, index)
+            about.done()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is no state of a folded cache, or a damaged one: {error}") from None
+        self.passes = Passes()
+        attach()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this layer's own arrays; tables that layers share are left out."""
+        return held_array_bytes(self.layer.own())
+
+
+# mlx-lm's load_prompt_cache looks classes up by name, there.
+theirs.FoldedKVCache = FoldedKVCache
+
+
+def make_prompt_cache(
+    model: Any,
+    format: str | None = None,
+    *,
+    policy: Policy | None = None,
+    dense_dtype: torch.dtype | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+) -> list[Any]:
+    """A prompt cache for a model of mlx-lm, to be passed to its `generate` as `prompt_cache`.
+
+    Full-attention layers fold; layers with a sliding window or a state are mlx-lm's own, dense. Attention of all of
+    mlx-lm's models reads folded caches from then on (`kvfold.integrations.mlx.attach`).
+
+    Parameters
+    ----------
+    model
+        A model of mlx-lm.
+    format, policy, dense_dtype, calibration
+        As `kvfold.FoldedCache` takes them.
+
+    Raises
+    ------
+    ValueError
+        On an unknown format, one that cannot take the model's head dimension, or a model with latent attention.
+
+    Examples
+    --------
+    >>> model, tokenizer = mlx_lm.load("some/folder")
+    >>> cache = make_prompt_cache(model, "kvfold-4")
+    >>> mlx_lm.generate(model, tokenizer, prompt, prompt_cache=cache)
+    """
+    if format is not None and policy is not None:
+        raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
+    policy = policy or Policy(format or DEFAULT)
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration)
+    arguments = _text_arguments(model)
+    if getattr(arguments, "kv_lora_rank", None):
+        raise ValueError(
+            f"{getattr(model, 'model_type', 'this model')} keeps latents (kv_lora_rank = {arguments.kv_lora_rank}), "
+            "which kvfold folds in torch only: take kvfold.FoldedCache"
+        )
+    layers = theirs.make_prompt_cache(model)
+    if calibration is not None and max(calibration.layers, default=0) >= len(layers):
+        raise ValueError(
+            f"the calibration has a layer {max(calibration.layers)}, the model has {len(layers)} layers: calibrate "
+            "this model"
+        )
+    passes, head_dim = Passes(), _head_dim(arguments)
+    for index, layer in enumerate(layers):
+        name = policy.format_of(index, len(layers))
+        if name is None or type(layer) is not theirs.KVCache:
+            continue
+        folded = ArrayLayer(name, index, dense_dtype, policy.window)
+        if calibration is not None:
+            folded.statistics = calibration.layers.get(index)
+            if folded.statistics is None:
+                raise ValueError(f"the calibration has no layer {index}: calibrate this model")
+        if head_dim is not None and folded.formats_of(head_dim, head_dim).keys.turns_back:
+            raise ValueError(f"format = {name!r} turns RoPE back, which kvfold does in torch only: take tbq3")
+        layers[index] = FoldedKVCache(folded, passes)
+    wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
+    if wanted and not any(isinstance(layer, FoldedKVCache) for layer in layers):
+        logger.warning(
+            "no layer of this model folds (its caches are %s), so this cache is dense: windows and states do not fold",
+            ", ".join(sorted({type(layer).__name__ for layer in layers})),
+        )
+    attach()
+    return layers
+
+
+def _text_arguments(model: Any) -> Any:
+    """The arguments of the language model in `model`."""
+    inner = getattr(model, "language_model", None)
+    return getattr(inner, "args", None) or getattr(model, "args", None)
+
+
+def _head_dim(arguments: Any) -> int | None:
+    """Channels of a head, if the arguments tell."""
+    own = getattr(arguments, "head_dim", None)
+    if own:
+        return int(own)
+    width, heads = (getattr(arguments, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return width // heads if width and heads else None
+
+
+def cache_report(cache: Sequence[Any]) -> CacheReport:
+    """What a prompt cache holds, layer by layer, walked array by array, tables included."""
+    rows, tables, values = [], [], 0
+    for index, each in enumerate(cache):
+        if isinstance(each, FoldedKVCache):
+            layer = each.layer
+            tables.append(layer.tables())
+            row = LayerReport(index, layer.format, layer.columns, 0, layer.value_count, each.nbytes)
+        else:
+            held, dense = each.nbytes, getattr(each, "keys", None)
+            tokens = getattr(each, "offset", 0)
+            count = 0
+            if isinstance(dense, mx.array):
+                per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (each.keys, each.values))
+                count = per_token * min(tokens, dense.shape[2])
+            row = LayerReport(index, "dense", tokens, 0, count, held)
+        rows.append(row)
+        values += row.values
+    shared = held_array_bytes(tables)
+    return CacheReport(tuple(rows), shared, shared + sum(row.held_bytes for row in rows), values)

@@ -1,0 +1,80 @@
+"""Models of mlx-lm by the names that `kvfold.load_model` takes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import torch
+from mlx_lm import load
+from mlx_lm.utils import hf_repo_to_path
+
+from kvfold.integrations.models import DEMO_NAME, demo_folder, read_config
+
+DTYPES = {torch.float32: mx.float32, torch.float16: mx.float16, torch.bfloat16: mx.bfloat16}
+
+
+def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """A model of mlx-lm and its tokenizer.
+
+    Parameters
+    ----------
+    name
+        "smollm2" for the packaged demo model; a folder with a config.json and safetensors, of transformers or of
+        mlx-lm; or a name on a model hub.
+    dtype
+        dtype of the weights that are not quantised. None: that of the checkpoint.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a folder holds no such model, or the demo model's package is missing.
+    """
+    folder = model_folder(name)
+    model, tokenizer = load(str(folder), model_config=config_as_before(read_config(folder)))[:2]
+    if dtype is not None:
+        model.set_dtype(DTYPES[dtype])
+    return model, tokenizer
+
+
+def model_folder(name: str | os.PathLike[str]) -> Path:
+    """The folder of a model, downloaded if it is a name on a hub; raises FileNotFoundError as `load_mlx_model`."""
+    source = str(demo_folder() if name == DEMO_NAME else name)
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model = {source!r}: the folder has no config.json, and MLX reads safetensors, not GGUF"
+        )
+    if not folder.is_dir():
+        if folder.is_absolute() or source.startswith("."):
+            raise FileNotFoundError(f"model = {source!r}: there is no such folder")
+        folder = Path(hf_repo_to_path(source))
+    return folder
+
+
+def config_as_before(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config of transformers 5 says of RoPE and windows, under the names that configs had before.
+
+    Some of mlx-lm's models (0.32) know only these: they would turn keys by a base of 10,000, or take the wrong layers
+    for sliding windows, without a word.
+    """
+    found: dict[str, Any] = {}
+    parameters, kinds = config.get("rope_parameters"), config.get("layer_types")
+    if isinstance(parameters, dict):
+        full, sliding = parameters.get("full_attention", parameters), parameters.get("sliding_attention")
+        if "rope_theta" in full:
+            found["rope_theta"] = full["rope_theta"]
+        if full.get("rope_type", "default") != "default":
+            found["rope_scaling"] = {key: value for key, value in full.items() if key != "rope_theta"}
+        if isinstance(sliding, dict) and "rope_theta" in sliding:
+            found["rope_local_base_freq"] = sliding["rope_theta"]
+    if isinstance(kinds, list) and "sliding_attention" in kinds and "full_attention" in kinds:
+        pattern = kinds.index("full_attention") + 1
+        if kinds == ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(len(kinds))]:
+            found["sliding_window_pattern"] = pattern
+    found = {key: value for key, value in found.items() if config.get(key) is None}
+    if isinstance(config.get("text_config"), dict):
+        added = config_as_before(config["text_config"])
+        if added:
+            found["text_config"] = config["text_config"] | added
+    return found

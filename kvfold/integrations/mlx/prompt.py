@@ -1,0 +1,96 @@
+"""Answering prompts with mlx-lm."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import torch
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
+from mlx_lm.sample_utils import make_sampler
+from torch import Tensor
+
+from kvfold.integrations.transformers.prompt import Answer
+
+MIB = 2**20
+
+
+def set_memory_limits(cache: int | None = None, memory: int | None = None, wired: int | None = None) -> None:
+    """Ceilings of MLX's own, for the whole process.
+
+    Parameters
+    ----------
+    cache
+        MiB of freed memory that MLX keeps for itself.
+    memory
+        MiB that MLX takes in all; it waits for running work, and then swaps, before it takes more.
+    wired
+        MiB that stay in memory and are not swapped: Macs from macOS 15 on; mlx-lm's own choice is left out then.
+
+    Raises
+    ------
+    ValueError
+        If a number is negative, or `wired` is given where there is no Metal.
+    """
+    for name, mib in (("cache", cache), ("memory", memory), ("wired", wired)):
+        if mib is not None and mib < 0:
+            raise ValueError(f"{name} = {mib}: give a number of MiB, 0 or more")
+    if wired is not None and not mx.metal.is_available():
+        raise ValueError(f"wired = {wired}: only Metal has memory that is wired, and there is none here; leave it out")
+    for limit, mib in ((mx.set_cache_limit, cache), (mx.set_memory_limit, memory), (mx.set_wired_limit, wired)):
+        if mib is not None:
+            limit(mib * MIB)
+
+
+def mlx_answer(
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    cache: list[Any],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    *,
+    wired: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Read what `cache` does not hold yet of `ids` (1, T), and answer; greedy at temperature 0.
+
+    Parameters
+    ----------
+    model, tokenizer
+        Of mlx-lm.
+    wired
+        Whether a limit of wired memory was set that is to stay.
+    progress
+        Called with how many tokens of the prompt have been read, and how many are to be.
+    say
+        Called with each piece of text.
+    """
+    held = cache[0].offset
+    prompt = mx.array(ids[0, held:].numpy())
+    said: list[int] = []
+    detokenizer, start = tokenizer.detokenizer, time.perf_counter()
+    with nullcontext() if wired else wired_limit(model, [generation_stream]):
+        for token, _ in generate_step(
+            prompt,
+            model,
+            max_tokens=max_new_tokens,
+            sampler=make_sampler(temp=temperature),
+            prompt_cache=cache,
+            prefill_step_size=512,
+            prompt_progress_callback=progress,
+        ):
+            if not said:
+                start = time.perf_counter()
+            said.append(token)
+            if token in tokenizer.eos_token_ids:
+                break
+            detokenizer.add_token(token)
+            say(detokenizer.last_segment)
+    seconds = time.perf_counter() - start
+    detokenizer.finalize()
+    say(detokenizer.last_segment)
+    new = torch.tensor([said], dtype=ids.dtype)
+    return Answer(detokenizer.text, len(said), seconds, torch.cat((ids, new), 1))

@@ -1,0 +1,12 @@
+"""Kernels on MLX arrays: plain operations everywhere, and a Metal kernel for decoding where there is Metal."""
+
+from kvfold.kernels.mlx.blas import lend_torchs
+
+lend_torchs()  # before MLX is loaded, or it has found its own
+
+try:
+    import mlx.core as mx
+except ImportError as error:
+    raise ImportError(f"MLX is not installed ({error}): pip install 'kvfold[mlx]'") from None
+
+__all__ = ["mx"]

@@ -1,0 +1,588 @@
+"""The same cache on MLX: equal bytes, equal answers, mlx-lm's own functions, real models."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+pytest.importorskip("kvfold.integrations.mlx", exc_type=ImportError)  # before MLX: it brings torch's BLAS
+
+import mlx.core as mx
+import mlx_lm
+from conftest import tiny_model
+from mlx.utils import tree_flatten
+from mlx_lm.models import base, llama
+from mlx_lm.models import cache as theirs
+from test_cli import _kvfold
+
+import kvfold
+import kvfold.integrations.mlx  # before MLX: torch's BLAS
+from kvfold.attention import attend as attend_in_torch
+from kvfold.attention.mlx import attend
+from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.mlx import ArrayLayer, held_array_bytes
+from kvfold.evaluate import evaluate_formats
+from kvfold.evaluate.sweep import Sweep
+from kvfold.formats import FORMATS, PRESETS
+from kvfold.integrations.mlx import attach, cache_report, detach, load_mlx_model, make_prompt_cache
+from kvfold.integrations.mlx.models import config_as_before
+from kvfold.integrations.mlx.runtime import MlxRuntime
+from kvfold.kernels.mlx.arrays import to_mlx, to_torch
+from kvfold.kernels.mlx.codes import unpack_levels
+from kvfold.kernels.mlx.transforms import apply_to_query, invert
+from kvfold.quant import packing
+from kvfold.quant.transforms import ChannelOrder, OrderedMatrix, Transform, orthogonal
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _transposed(x: Tensor) -> mx.array:
+    """(batch, heads, tokens, dim) as models make it: a view of (batch, tokens, heads, dim)."""
+    return to_mlx(x.transpose(1, 2).contiguous()).transpose(0, 2, 1, 3)
+
+
+# Arrays, codes, transforms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int16])
+def test_arrays_keep_their_bits(dtype: torch.dtype) -> None:
+    x = (_random(2, 3, 4) * 50).to(dtype)
+    array = to_mlx(x)
+    assert torch.equal(to_torch(array), x)
+    for axes in ((1, 0, 2), (2, 1, 0), (0, 2, 1)):
+        assert torch.equal(to_torch(array.transpose(*axes)), x.permute(*axes))
+    assert torch.equal(to_torch(array[:, 1:, ::2]), x[:, 1:, ::2])
+    assert to_torch(array[:, :0]).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("lanes", ["tokens", "channels"])
+@pytest.mark.parametrize("bits", [(4, 4, 4, 4), (6, 4, 3, 3), (1, 2, 3, 4), (7, 8, 5, 1), (2, 2, 2), (5,)])
+def test_levels_are_those_of_torch(bits: tuple[int, ...], lanes: packing.Lanes) -> None:
+    dim, generator = 16 * len(bits) - 8, torch.Generator().manual_seed(1)
+    codes = [torch.randint(0, 2**b, (2, 3, 64, 16), generator=generator, dtype=torch.uint8) for b in bits]
+    packed = packing.pack(torch.cat(codes, -1)[..., :dim], bits, lanes)
+    lut = _random(len(bits), 2 ** max(bits))
+    lut[1:2] = lut[:1]  # groups of equal bits may share levels, and may not
+    expected = packing.unpack_levels(packed, lut, 64, dim, bits, lanes)
+    assert torch.equal(to_torch(unpack_levels(to_mlx(packed), lut, 64, dim, bits, lanes)), expected)
+
+
+@pytest.mark.parametrize("kind", ["haar", "general", "order", "order of each row", "ordered matrix"])
+def test_transforms_are_those_of_torch(kind: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def order(*shape: int) -> ChannelOrder:
+        return ChannelOrder(torch.rand(*shape, 32, generator=generator).argsort(-1).to(torch.int16))
+
+    general = torch.eye(32) + 0.1 * _random(32, 32)
+    transform = {
+        "haar": orthogonal("haar", 32),
+        "general": Transform(general, torch.linalg.inv(general)),
+        "order": order(),
+        "order of each row": order(2, 3),
+        "ordered matrix": OrderedMatrix(order(3), orthogonal("haar", 32).matrix),
+    }[kind]
+    x = _random(2, 3, 4, 5, 32)
+    torch.testing.assert_close(to_torch(apply_to_query(transform, to_mlx(x))), transform.apply_to_query(x))
+    torch.testing.assert_close(to_torch(invert(transform, to_mlx(x))), transform.invert(x))
+
+
+# A layer beside torch's
+
+
+class Pair:
+    """One layer in torch and one in MLX that get the same tokens."""
+
+    def __init__(
+        self, format: str, dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        self.torch, self.mlx = LayerCache(format, **options), ArrayLayer(format, **options)
+        self.batch, self.dim, self.dtype, self.generator = batch, dim, dtype, torch.Generator().manual_seed(0)
+
+    def _vectors(self, heads: int, n: int) -> Tensor:
+        return torch.randn(self.batch, heads, n, self.dim, generator=self.generator).to(self.dtype)
+
+    def append(self, n: int) -> tuple[Tensor, Appended, Appended]:
+        """Add `n` tokens to both; their queries, and what was appended."""
+        key, value, query = 2 * self._vectors(2, n) + 1, self._vectors(2, n), self._vectors(6, n)
+        return query, self.torch.append(key, value), self.mlx.append(_transposed(key), _transposed(value))
+
+    def read(self, n: int, **options: Any) -> float:
+        """Add `n` tokens; how far attention in MLX is from the reference, beside its largest output."""
+        query, ours, theirs_ = self.append(n)
+        arrays = {name: to_mlx(x) for name, x in options.items()}
+        expected = attend_in_torch(query, ours, scaling=self.dim**-0.5, backend="reference", **options).float()
+        got = to_torch(attend(_transposed(query), theirs_, scaling=self.dim**-0.5, **arrays)).float()
+        return float((got - expected).abs().max() / expected.abs().max())
+
+    def check_bytes(self) -> None:
+        """All that both hold is equal, bit for bit."""
+        ours, theirs_ = self.torch.to_saved(), self.mlx.to_saved()
+        assert ours.data == theirs_.data
+        assert ours.tensors.keys() == theirs_.tensors.keys()
+        for name, tensor in ours.tensors.items():
+            other = theirs_.tensors[name]
+            if name.endswith("query_energy"):  # sums of squares, in an order of their own
+                torch.testing.assert_close(to_torch(other), tensor)
+            else:
+                assert torch.equal(to_torch(other) if isinstance(other, mx.array) else other, tensor), name
+
+
+# tq and polar4 fold 128 or more channels, q4_0 and so on all; amx3 and tbqx3 turn RoPE back
+AT_128 = ("tq3", "tq4", "polar4", "polar4-u8", "tbqx3-values")
+NAMES = (
+    *PRESETS, *(name for name in FORMATS if name not in ("amx3", "tbqx3")), "turboquant-4+qjl", "kvfold-4:turboquant-3",
+    "turboquant-3+sign", "kvfold-3@32", "tbq3", "tbq4", "tbqp3", "tbqp4", "tq3", "tq4", "polar4", "polar4-u8", "q8_0",
+    "q4_0", "f16", "affine-4g32", "uniform-4", "turboquant-2.5", "float16:kvfold-2", "centred-4", "bold", "safe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("format", dict.fromkeys(NAMES))
+def test_pages_and_attention_are_those_of_torch(format: str) -> None:
+    """Every format, prompts in chunks and single tokens, keys and values as transposed views."""
+    pair = Pair(format, 128 if format in AT_128 else 64)
+    for n in (7, 100, 200, 1, 1, 40, 1):
+        assert pair.read(n) < 1e-5
+    pair.check_bytes()
+    assert pair.torch.groups[0].rows.keys.count >= 3
+    own = held_array_bytes(pair.mlx.own())
+    assert own <= 1.05 * sum(x.nbytes for x in tree_flatten(pair.mlx.to_arrays()[1], destination={}).values())
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_and_batches(format: str, dtype: torch.dtype) -> None:
+    pair = Pair(format, batch=2, dtype=dtype)
+    for n in (300, 1, 30):
+        assert pair.read(n) < 0.01  # the output is rounded to 16 bits
+    pair.check_bytes()
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+def test_masks_and_sinks(format: str) -> None:
+    pair = Pair(format, batch=2)
+    assert pair.read(290) < 1e-5
+    seen = torch.rand(2, 1, 5, 295, generator=torch.Generator().manual_seed(3)) > 0.3
+    seen[0, :, 1] = False  # a query that sees nothing
+    assert pair.read(5, mask=seen) < 1e-5
+    added = 3 * _random(1, 6, 4, 299)
+    added[..., 100:200] = -torch.inf
+    assert pair.read(4, mask=added) < 1e-5
+    assert pair.read(70, sink_logits=_random(6)) < 1e-5
+
+
+def test_raw_reads_of_a_transposed_array_would_be_found() -> None:
+    """Seed 002's bug: what lies in the buffer of a view is in another order, and pages of it would differ."""
+    key = _random(1, 2, 320, 64)
+    raw = key.transpose(1, 2).contiguous().view(1, 2, 320, 64)
+    ours, wrong = LayerCache("kvfold-4"), LayerCache("kvfold-4")
+    for layer, x in ((ours, key), (wrong, raw)):
+        layer.observe(None, layer.append(x, x))
+    layer = ArrayLayer("kvfold-4")
+    new = layer.append(_transposed(key), _transposed(key))
+    attend(mx.ones((1, 2, 320, 64)), new, scaling=0.1)
+    code = to_torch(layer.rows.keys.pages().code)
+    assert torch.equal(code, ours.groups[0].rows.keys.pages().code)
+    assert not torch.equal(code, wrong.groups[0].rows.keys.pages().code)
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4", "kvfold-3:turboquant-3"])
+@pytest.mark.parametrize("keep", [330, 390, 200, 270, 10, 0])
+def test_trimming_is_that_of_torch(format: str, keep: int) -> None:
+    pair = Pair(format)
+    for n in (300, 100, 1):
+        pair.read(n)
+    assert pair.torch.crop(keep) == pair.mlx.crop(keep)
+    for n in (1, 60, 80):
+        assert pair.read(n) < 1e-4  # what was reopened is rounded
+    if keep != 200:  # there a page was folded again from its rounded values, whose last digits are each library's own
+        pair.check_bytes()
+
+
+def test_the_dense_tail_is_let_go() -> None:
+    """Memory that MLX has really taken falls with the tail, and is what the cache says that it holds."""
+    layer, key = ArrayLayer("kvfold-4"), mx.random.normal((1, 4, 512, 128)).astype(mx.float16)
+    mx.eval(key)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    for _ in range(8):
+        new = layer.append(key, key)
+        mx.eval(attend(key, new, scaling=0.1))
+        del new
+    mx.eval(list(layer.to_arrays()[1].values()))
+    mx.synchronize()
+    taken, held = mx.get_active_memory() - before, held_array_bytes(layer.own())
+    assert held < 8 * key.nbytes * 2 * 0.32  # 16 bits a value would be all of it
+    assert abs(taken - held) < 0.05 * held  # MLX rounds what it takes up to pages of memory
+
+
+def _scratch(tokens: int) -> int:
+    """Bytes beyond the cache that a decoding step takes at its height, 2 heads of 128."""
+    layer, key = ArrayLayer("kvfold-4"), mx.random.normal((1, 2, tokens, 128)).astype(mx.float16)
+    layer.observe(key, layer.append(key, key))
+    one = mx.random.normal((1, 2, 1, 128)).astype(mx.float16)
+    mx.eval(one, list(layer.to_arrays()[1].values()))
+    del key
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(attend(one, layer.append(one, one), scaling=0.1))
+    return mx.get_peak_memory() - before
+
+
+def test_no_dense_copy() -> None:
+    """What decoding takes beside the cache is what some pages take, however long the context is."""
+    short, long = _scratch(4096), _scratch(32768)
+    assert long < short + 0.02 * (2 * 2 * 32768 * 128 * 2)
+    assert long < 0.2 * (2 * 2 * 32768 * 128 * 2)
+
+
+# Errors
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layer, x = ArrayLayer("kvfold-4", index=3), mx.ones((1, 2, 4, 64))
+    new = layer.append(x, x)
+    for key, value, message in (
+        (x[0], x[0], "must both have the shape"),
+        (x, x[:, :, :2], "must both have the shape"),
+        (x[:, :, :0], x[:, :, :0], "at least one token"),
+        (mx.ones((1, 2, 1, 80)), mx.ones((1, 2, 1, 80)), "layer 3: key has 1 rows of 2 heads of 80.*another model"),
+        (x.astype(mx.bfloat16), x.astype(mx.bfloat16), "keeps its dense tokens as torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.append(key, value)
+    with pytest.raises(TypeError, match="both must be floating point"):
+        layer.append(x.astype(mx.int32), x.astype(mx.int32))
+    with pytest.raises(ValueError, match="query has shape"):
+        attend(mx.ones((1, 3, 4, 64)), new, scaling=1.0)
+    with pytest.raises(ValueError, match="padding"):
+        layer.append(x, x, [1])
+
+
+@pytest.mark.parametrize("where", [3, 40])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_is_an_error_when_its_page_folds(where: int, bad: float) -> None:
+    layer = ArrayLayer("kvfold-4", index=5)
+    x = _random(1, 2, 300, 64)
+    x[0, 1, where, 7] = bad
+    with pytest.raises(ValueError, match=r"layer 5: .*(NaN|infinit|beyond)"):
+        layer.observe(to_mlx(x), layer.append(to_mlx(x), to_mlx(x)))
+
+
+# mlx-lm's models
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2 in mlx-lm, float32, and mlx-lm's tokenizer."""
+    return load_mlx_model("smollm2")
+
+
+def _tiny(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
+    """A tiny random model in torch and in mlx-lm, float32 both, by way of its folder."""
+    model = tiny_model(name).float()
+    kvfold.attach(model)
+    model.save_pretrained(folder)
+    from mlx_lm.utils import load_model
+
+    config = json.loads((folder / "config.json").read_text())
+    return model, load_model(folder, model_config=config_as_before(config))[0]
+
+
+def _greedy(model: Any, ids: Tensor, cache: list[Any] | None, tokens: int) -> list[int]:
+    steps = mlx_lm.generate.__globals__["generate_step"](
+        mx.array(ids[0].numpy()), model, max_tokens=tokens, prompt_cache=cache
+    )
+    return [token for token, _ in steps]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4", "kvfold-3"])
+def test_tiny_models_say_what_they_say_in_torch(
+    name: str, format: str, tmp_path: Path, random_ids: Callable[..., Tensor]
+) -> None:
+    """Greedy tokens of mlx-lm's generate_step are those of torch's generate, and logits agree."""
+    model, network = _tiny(name, tmp_path)
+    kvfold.detach(model)
+    kvfold.attach(model, "reference")
+    ids = random_ids(1, 400)
+    ours, cache = kvfold.FoldedCache(model.config, format), make_prompt_cache(network, format)
+    folded = [isinstance(layer, kvfold.integrations.mlx.FoldedKVCache) for layer in cache]
+    assert folded == [name != "gemma3" or bool(i % 2) for i in range(4)]
+    expected = model(ids, past_key_values=ours).logits
+    got = to_torch(network(mx.array(ids.numpy()), cache=cache))
+    bare = to_torch(network(mx.array(ids.numpy()), cache=theirs.make_prompt_cache(network)))
+    # The cache matters, and is the same. In float32 some key lies on the boundary of two codes and falls to either.
+    assert (bare - expected).abs().mean() > 10 * (got - expected).abs().mean()
+    said = model.generate(
+        ids, past_key_values=kvfold.FoldedCache(model.config, format), max_new_tokens=24, do_sample=False,
+        attention_mask=torch.ones_like(ids), output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    own = _greedy(network, ids, make_prompt_cache(network, format), 24)
+    for token, other, scores in zip(said.sequences[0, 400:].tolist(), own, said.scores, strict=True):
+        if token != other:  # from here on they say other things: both must have been all but equally good
+            assert scores[0, token] - scores[0, other] < 0.05 * scores[0].std()
+            break
+    kvfold.detach(model)
+
+
+def test_smollm2_says_what_it_says_in_torch(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], smollm2: tuple[Any, Any], text_ids: Tensor
+) -> None:
+    """Through mlx-lm's own generate: the text, the memory, and one page of every layer."""
+    model, tokenizer = demo
+    network, wrapped = smollm2
+    assert network.args.rope_theta == 100_000
+    ids = text_ids[:, 3000:3600]
+    ours = kvfold.FoldedCache(model.config, "kvfold-4")
+    said = model.generate(
+        ids, past_key_values=ours, max_new_tokens=32, do_sample=False, attention_mask=torch.ones_like(ids)
+    )
+    cache = make_prompt_cache(network, "kvfold-4")
+    text = mlx_lm.generate(network, wrapped, ids[0].tolist(), max_tokens=32, prompt_cache=cache)
+    assert text == tokenizer.decode(said[0, 600:], skip_special_tokens=True).lstrip()  # as mlx-lm's detokenizer has it
+    assert cache[0].offset == len(said[0])  # mlx-lm reads one token ahead
+    report, held = cache_report(cache), ours.report()
+    assert report.held_bytes == pytest.approx(held.held_bytes, rel=0.03)  # its tail has no spare room
+    for layer, own in zip(ours.layers, cache, strict=True):
+        first, second = layer.folded.groups[0].rows.keys, own.layer.rows.keys
+        assert first.count == second.count > 3
+        one, two = first.pages(0, 1).code, to_torch(second.pages(0, 1).code)
+        assert (one != two).float().mean() < 0.01  # keys themselves differ in their last digits
+
+
+def test_held_bytes_at_4096_tokens(smollm2: tuple[Any, Any]) -> None:
+    """SmolLM2's shape, all 30 layers: every byte counted, and MLX has taken no more."""
+    network, _ = smollm2
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    cache = make_prompt_cache(network, "kvfold-4")
+    x = mx.random.normal((1, 3, 4096, 64))
+    for layer in cache:
+        new = layer.update_and_fetch(x, x)[0].appended
+        layer.layer.observe(mx.ones((1, 9, 4096, 64)), new)
+        mx.eval(list(layer.state.values())[1:])
+    del new, layer
+    taken, report = mx.get_active_memory() - before - x.nbytes, cache_report(cache)
+    assert report.values == 30 * 2 * 3 * 64 * 4096
+    assert report.bits_per_value <= 5
+    assert taken <= 1.02 * report.held_bytes
+
+
+def test_evaluation_agrees_with_torch(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], smollm2: tuple[Any, Any], text_ids: Tensor
+) -> None:
+    from kvfold.integrations.models import demo_folder, read_config
+
+    runtime = MlxRuntime(smollm2[0], read_config(demo_folder()))
+    runtime.attach()
+    passages = [text_ids[:, 20_000:20_640]]
+    (ours,) = evaluate_formats(demo[0], passages, ["kvfold-3"])
+    (row,) = evaluate_formats(runtime, passages, ["kvfold-3"])
+    assert row.ppl_dense == pytest.approx(ours.ppl_dense, rel=1e-4)
+    assert row.ppl == pytest.approx(ours.ppl, rel=0.01)
+    assert row.kl_mean == pytest.approx(ours.kl_mean, rel=0.1)  # docs/mlx.md has it of 4,096 tokens
+    assert row.key_error == pytest.approx(ours.key_error, rel=0.01)
+    assert row.value_error == pytest.approx(ours.value_error, rel=0.01)
+    assert row.to_json()["versions"].keys() >= {"mlx", "mlx-lm", "kvfold"}
+
+
+def test_ablation_passes_through_mlx(smollm2: tuple[Any, Any], text_ids: Tensor, tmp_path: Path) -> None:
+    from kvfold.integrations.models import demo_folder, read_config
+
+    runtime = MlxRuntime(smollm2[0], read_config(demo_folder()))
+    job = Sweep(runtime, [text_ids[:, 2000:2400]], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
+    rows = job.ablate()
+    assert [row["stage"].split("/")[1] for row in rows] == [
+        "identity", "bridge", "keys", "values", "residual off", "residual on",
+    ]  # fmt: skip
+    assert {row["verdict"] for row in rows} == {"pass"}
+    assert rows[0]["kl_mean"] == 0
+    assert rows[1]["bits_per_value"] > 15
+
+
+# mlx-lm's functions
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
+@pytest.mark.parametrize("tokens", [100, 400])
+def test_saved_and_loaded_by_mlx_lm(
+    format: str, tokens: int, tmp_path: Path, random_ids: Callable[..., Tensor]
+) -> None:
+    """A loaded cache goes on bit for bit as the saved one does, before its format is fitted and after."""
+    _, network = _tiny("llama", tmp_path / "model")
+    ids, path = mx.array(random_ids(1, tokens + 100).numpy()), str(tmp_path / "cache.safetensors")
+    cache = make_prompt_cache(network, format)
+    mx.eval(network(ids[:, :tokens], cache=cache))
+    theirs.save_prompt_cache(path, cache, {"about": "a test"})
+    loaded, about = theirs.load_prompt_cache(path, return_metadata=True)
+    assert about == {"about": "a test"}
+    assert [layer.offset for layer in loaded] == [tokens] * 4
+    assert cache_report(loaded).held_bytes == pytest.approx(cache_report(cache).held_bytes, rel=0.1)
+    one, other = (network(ids[:, tokens:], cache=each) for each in (cache, loaded))
+    assert mx.array_equal(one, other)
+    arrays, meta = mx.load(path, return_metadata=True)
+    for name, damage in (
+        (
+            next(name for name in arrays if name.endswith(("tail.keys", "keys.scale"))),
+            lambda x: x[..., :-1],
+        ),
+        (next(name for name in arrays if name.endswith("about")), lambda x: x[:-40]),
+    ):
+        mx.save_safetensors(
+            str(tmp_path / "bad.safetensors"), arrays | {name: mx.contiguous(damage(arrays[name]))}, meta
+        )
+        with pytest.raises(ValueError, match="damaged"):
+            theirs.load_prompt_cache(str(tmp_path / "bad.safetensors"))
+
+
+def test_an_empty_cache_is_saved(tmp_path: Path) -> None:
+    _, network = _tiny("llama", tmp_path / "model")
+    theirs.save_prompt_cache(str(tmp_path / "cache"), make_prompt_cache(network, "kvfold-4"))
+    loaded = theirs.load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert [layer.empty() for layer in loaded] == [True] * 4
+
+
+def test_speculative_decoding_changes_nothing(tmp_path: Path, random_ids: Callable[..., Tensor]) -> None:
+    """mlx-lm trims what a draft got wrong: exactly, and the tokens are those of plain decoding."""
+    _, network = _tiny("llama", tmp_path / "a")
+    draft = _tiny("qwen3", tmp_path / "b")[1]
+    ids = random_ids(1, 330)
+    plain = _greedy(network, ids, make_prompt_cache(network, "kvfold-4"), 40)
+    steps = mlx_lm.generate.__globals__["speculative_generate_step"](
+        mx.array(ids[0].numpy()), network, draft, max_tokens=40, num_draft_tokens=3,
+        prompt_cache=make_prompt_cache(network, "kvfold-4") + make_prompt_cache(draft, "kvfold-4"),
+    )  # fmt: skip
+    assert [token for token, _, _ in steps] == plain
+
+
+def test_trim_says_when_it_leaves_a_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, network = _tiny("llama", tmp_path)
+    cache = make_prompt_cache(network, "kvfold-4")
+    mx.eval(network(mx.zeros((1, 400), dtype=mx.int32), cache=cache))
+    assert theirs.can_trim_prompt_cache(cache)
+    with caplog.at_level(logging.WARNING, "kvfold"):
+        assert theirs.trim_prompt_cache(cache, 10) == 10
+        assert not caplog.records
+        assert theirs.trim_prompt_cache(cache, 200) == 200
+    assert "go on from their folded values" in caplog.text
+    assert theirs.trim_prompt_cache(cache, 1000) == 190
+    assert cache[0].empty()
+
+
+def test_other_caches_are_read_as_before(tmp_path: Path, random_ids: Callable[..., Tensor]) -> None:
+    _, network = _tiny("llama", tmp_path)
+    ids = mx.array(random_ids(1, 50).numpy())
+    detach()
+    before = network(ids, cache=theirs.make_prompt_cache(network))
+    attach()
+    attach()
+    assert llama.scaled_dot_product_attention is base.scaled_dot_product_attention
+    assert mx.array_equal(network(ids, cache=theirs.make_prompt_cache(network)), before)
+    quantised = [layer.to_quantized() for layer in theirs.make_prompt_cache(network)]
+    assert network(ids, cache=quantised).shape == before.shape
+    detach()
+    assert llama.scaled_dot_product_attention.__module__ == "mlx_lm.models.base"
+
+
+def test_misuse(tmp_path: Path, random_ids: Callable[..., Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    _, network = _tiny("llama", tmp_path)
+    ids = random_ids(1, 20)
+    for options, message in (
+        ({"format": "nope"}, "'nope' is not known"),
+        ({"format": "kvfold-4", "policy": kvfold.Policy("kvfold-4")}, "give one of them"),
+        ({"format": "polar4"}, "polar4 rows are of 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_prompt_cache(network, **options)
+    with pytest.raises(ValueError, match="kv_bits = 4: this cache is folded already"):
+        list(mlx_lm.generate.__globals__["generate_step"](
+            mx.array(ids[0].numpy()), network, max_tokens=3, prompt_cache=make_prompt_cache(network), kv_bits=4,
+            quantized_kv_start=0,
+        ))  # fmt: skip
+    cache = make_prompt_cache(network, "turboquant-4")
+    bad = mx.full((1, 2, 1, 64), mx.nan)
+    with pytest.raises(ValueError, match=r"layer 1: .*NaN"):
+        cache[1].update_and_fetch(bad, bad)
+    with pytest.raises(ValueError, match=r"lost tokens in an earlier pass, make a new one: layer 1"):
+        network(mx.array(ids.numpy()), cache=cache)
+    keys, _ = make_prompt_cache(network)[0].update_and_fetch(bad, bad)
+    assert keys.shape == (1, 2, 1, 64)
+    for use in (lambda: keys.swapaxes(1, 2), lambda: keys[0], lambda: mx.sum(keys)):
+        with pytest.raises(TypeError):
+            use()
+    with caplog.at_level(logging.WARNING, "kvfold"):
+        assert all(type(layer) is theirs.KVCache for layer in make_prompt_cache(network, policy=kvfold.Policy("dense")))
+        assert not caplog.records
+
+
+def test_configs_of_transformers_5() -> None:
+    """mlx-lm's Llama takes no `rope_parameters`, and would turn keys by 10,000."""
+    assert config_as_before({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == {"rope_theta": 5e5}
+    scaled = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    assert config_as_before({"rope_parameters": scaled})["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    own = {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4}}
+    assert config_as_before(own) == {}
+    gemma = {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }
+    told = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 3}
+    assert config_as_before(gemma) == told
+    assert config_as_before({"text_config": gemma})["text_config"] == gemma | told
+
+
+# The command line
+
+
+def test_generate_by_mlx() -> None:
+    options = ("--prompt", "Why is the sky blue?", "--max-new-tokens", "12", "--json")
+    by_torch, by_mlx = (
+        json.loads(_kvfold("generate", *options, *runtime).stdout)
+        for runtime in ((), ("--runtime", "mlx", "--cache-limit-mb", "64", "--memory-limit-mb", "8000"))
+    )
+    assert by_mlx["runtime"] == "mlx"
+    assert by_mlx["text"] == by_torch["text"]
+    assert by_mlx["prompt_tokens"] == by_torch["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--runtime", "tpu"), "runtime = 'tpu': choose one of torch, mlx"),
+        (("--cache-limit-mb", "64"), "cache-limit-mb = 64, and runtime = 'torch'"),
+        (("--runtime", "mlx", "--cache", "x"), "cache = x, and runtime = 'mlx'"),
+        (("--runtime", "mlx", "--wired-limit-mb", "64"), "only Metal has memory that is wired"),
+        (("--runtime", "mlx", "--memory-limit-mb", "-1"), "memory = -1: give a number of MiB"),
+    ],
+)
+def test_errors_of_the_command_line(arguments: tuple[str, ...], message: str) -> None:
+    if "wired" in message and mx.metal.is_available():
+        pytest.skip("there is Metal")
+    ran = _kvfold("generate", "--prompt", "x", *arguments)
+    assert ran.returncode == 1
+    assert message in " ".join(ran.stderr.split())
+
+
+def test_without_mlx_one_line_says_so() -> None:
+    code = (
+        "import sys; sys.modules['mlx'] = sys.modules['mlx.core'] = None\n"
+        "from kvfold.cli import main; sys.argv = ['kvfold', 'generate', '--runtime', 'mlx', '--prompt', 'x']; main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    lines = [line for line in ran.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1
+    assert "MLX is not installed" in lines[0]
+    assert "pip install 'kvfold[mlx]'" in lines[0]
