@@ -18,6 +18,7 @@ pytest.importorskip("kvfold.integrations.mlx", exc_type=ImportError)  # before M
 import mlx.core as mx
 import mlx_lm
 from conftest import tiny_model
+from metal_on_cpu import metal_kernel
 from mlx.utils import tree_flatten
 from mlx_lm.models import base, llama
 from mlx_lm.models import cache as theirs
@@ -26,7 +27,7 @@ from test_cli import _kvfold
 import kvfold
 import kvfold.integrations.mlx  # before MLX: torch's BLAS
 from kvfold.attention import attend as attend_in_torch
-from kvfold.attention.mlx import attend
+from kvfold.attention.mlx import Reader, attend, why_plain
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.evaluate import evaluate_formats
@@ -586,3 +587,41 @@ def test_without_mlx_one_line_says_so() -> None:
     assert len(lines) == 1
     assert "MLX is not installed" in lines[0]
     assert "pip install 'kvfold[mlx]'" in lines[0]
+
+
+# The Metal kernel, run as C++
+
+
+@pytest.mark.parametrize(
+    ("format", "dim"),
+    [
+        ("kvfold-4", 64), ("kvfold-2", 128), ("turboquant-4", 64), ("turboquant-3+sign", 64), ("hadamard-3", 80),
+        ("affine-4g32", 64), ("turboquant-2.5", 128), ("kvfold-3@32", 64), ("centred-5", 64), ("hadamard-1", 64),
+        ("turboquant-7", 64),
+    ],
+)  # fmt: skip
+def test_the_metal_kernel_reads_what_plain_operations_read(format: str, dim: int, tmp_path: Path) -> None:
+    """Whole pages and a part-full one, two batch rows, three query heads that share a KV head."""
+    pair = Pair(format, dim, batch=2)
+    for n in (300, 270, 9):
+        query, new, _ = pair.append(n)
+        pair.torch.observe(query, new)
+        pair.mlx.rows.observe(to_mlx(query), n)
+    rows = pair.mlx.rows
+    q = mx.random.normal((2, 2, 3, 1, rows.keys.form.code_dim))
+    until = rows.folded_stop
+    assert why_plain(rows, 3) is None
+    plain = Reader(rows, [until - 1], [until], None)
+    plain.read_pages(q)
+    fast = Reader(rows, [until - 1], [until], None)
+    fast.decode_pages(q, metal_kernel(tmp_path))
+    for name in ("maximum", "total", "rotated"):
+        one, other = (to_torch(getattr(each, name)) for each in (plain, fast))
+        assert (other - one).abs().max() < 1e-5 * one.abs().max()
+
+
+def test_what_the_metal_kernel_does_not_read() -> None:
+    for format, dim in (("float16", 64), ("polar4", 128), ("turboquant-4", 64)):
+        pair = Pair(format, dim)
+        pair.append(300)
+        assert why_plain(pair.mlx.rows, 3 if format != "turboquant-4" else 64)

@@ -1,20 +1,29 @@
 """Attention that reads a folded cache in MLX arrays, with plain operations: `reference.py` in MLX.
 
+Where there is Metal, one kernel decodes (`kvfold.kernels.mlx.decode`), and these operations are its truth.
+
 Keys are never rotated back: q·x̂ is taken with q̃ = R⁻ᵀ·q, rotated once. Values are summed over codes, and R⁻¹ is applied
 once, to the sum. Softmax runs online over blocks of pages, each of which waits for the one before (`mx.depends`): MLX
 computes a graph by its depth, and would unpack all blocks at once. Everything is float32.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from kvfold.cache.layer import Appended
 from kvfold.cache.mlx import ArrayLayer, ArrayRows
 from kvfold.cache.rows import DenseSpan
+from kvfold.cache.store import PageStore
 from kvfold.formats.page import PageForm, Pages
 from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.codes import unpack_levels
+from kvfold.kernels.mlx.decode import Side, decode, fits, why_not
 from kvfold.kernels.mlx.transforms import apply_to_query, invert
+
+logger = logging.getLogger("kvfold")
 
 PAGE_BLOCK = 16
 """Pages that are unpacked at a time."""
@@ -77,7 +86,7 @@ def attend(
     width = max(SCORE_BLOCK // (batch * heads * PAGE_BLOCK * rows.page_size), 16)
     for first in range(0, n, width):
         own = slice(first, min(first + width, n))
-        reader = _Reader(
+        reader = Reader(
             rows,
             position=list(range(rows.length - n + own.start, rows.length - n + own.stop)),
             folded_until=until[own],
@@ -98,7 +107,7 @@ def _to_groups(x: mx.array, kv_heads: int) -> mx.array:
 
 
 @dataclass(eq=False)
-class _Reader:
+class Reader:
     """One block of queries, reading its keys and values part by part; an online softmax runs along.
 
     Attributes
@@ -127,7 +136,15 @@ class _Reader:
         sinks = self.rows.sink_span()
         if sinks is not None:
             self._read_dense(q, sinks)
-        self._read_pages(q_rotated)
+        if self.mask is None and q.shape[3] == 1 and _on_metal():
+            why = why_plain(self.rows, q.shape[2])
+            if why is None:
+                self.decode_pages(q_rotated)
+            else:
+                _say_once(f"decoding on Metal takes plain operations, which are slower than the kernel: {why}")
+                self.read_pages(q_rotated)
+        else:
+            self.read_pages(q_rotated)
         if dense is not None:
             self._read_dense(q, dense, folded_later=True)
 
@@ -149,7 +166,21 @@ class _Reader:
         p = self._weights(self._visible(_grouped(q, key.swapaxes(-1, -2)), start, stop, barred))
         self.plain = _added(self.plain, _grouped(p, value))
 
-    def _read_pages(self, q: mx.array) -> None:
+    def decode_pages(self, q: mx.array, kernel: Callable[..., Any] | None = None) -> None:
+        """Folded pages by one Metal kernel, for a single query a head."""
+        rows, tokens = self.rows, self.folded_until[-1] - self.rows.window.sinks
+        if tokens <= 0:
+            return
+        keys, values = (_side(store) for store in (rows.keys, rows.values))
+        pages = -(-tokens // rows.page_size)
+        q = q[:, :, :, 0]
+        highest, total, summed = (x[:, :, :, None] for x in decode(q, keys, values, pages, tokens, kernel))
+        finite = self._rise_to(highest.max(-1, keepdims=True))
+        weight = mx.exp(highest - finite)  # of each part of the context
+        self.total = _added(self.total, (total * weight).sum(-1, keepdims=True))
+        self.rotated = _added(self.rotated, (summed * weight[..., None]).sum(-2))
+
+    def read_pages(self, q: mx.array) -> None:
         """Folded pages, a block of them at a time."""
         rows, size = self.rows, self.rows.page_size
         last = self.folded_until[-1]
@@ -192,21 +223,22 @@ class _Reader:
 
     def _weights(self, scores: mx.array) -> mx.array:
         """Unnormalised probabilities of a block's scores (…, n, tokens), all sums rescaled to match."""
-        block = scores.max(-1, keepdims=True)
-        maximum = block if self.maximum is None else mx.maximum(self.maximum, block)
-        # A query that has seen no key yet keeps -inf; 0 in its place makes every exp a plain 0.
-        finite = mx.maximum(maximum, mx.finfo(mx.float32).min)
+        finite = self._rise_to(scores.max(-1, keepdims=True))
         p = mx.exp(scores - finite)
-        if self.maximum is not None:
-            assert self.total is not None
-            decay = mx.exp(self.maximum - finite)
-            self.total = self.total * decay + p.sum(-1, keepdims=True)
-            self.rotated = None if self.rotated is None else self.rotated * decay
-            self.plain = None if self.plain is None else self.plain * decay
-        else:
-            self.total = p.sum(-1, keepdims=True)
-        self.maximum = maximum
+        self.total = _added(self.total, p.sum(-1, keepdims=True))
         return p
+
+    def _rise_to(self, highest: mx.array) -> mx.array:
+        """Let all sums be relative to a maximum of at least `highest`; returns it, finite."""
+        before, self.maximum = self.maximum, highest if self.maximum is None else mx.maximum(self.maximum, highest)
+        # A query that has seen no key yet keeps -inf; the least number in its place makes every exp a plain 0.
+        finite = mx.maximum(self.maximum, mx.finfo(mx.float32).min)
+        if before is not None:
+            decay = mx.exp(before - finite)
+            for name in ("total", "rotated", "plain"):
+                held = getattr(self, name)
+                setattr(self, name, None if held is None else held * decay)
+        return finite
 
     def result(self, sink_logits: mx.array | None) -> mx.array:
         """Attention's output, (batch, kv_heads, repeat, n, value_dim)."""
@@ -217,6 +249,32 @@ class _Reader:
         if self.rotated is not None:
             out = _added(out, invert(self.rows.values.form.transform, self.rotated))
         return mx.where(self.total > 0, out / total, 0)
+
+
+def why_plain(rows: ArrayRows, repeat: int) -> str | None:
+    """Why the Metal kernel does not decode over these pages, `repeat` query heads a KV head; None if it does."""
+    forms = (rows.keys.form, rows.values.form)
+    reasons = (why_not(f.bits, f.groups, f.unit_levels, f.plain_dim) for f in forms)
+    why = next((reason for reason in reasons if reason is not None), None)
+    if why is None and not fits(repeat, forms[0].code_dim, rows.page_size):
+        why = f"{repeat} query heads share a KV head, or pages have {rows.page_size} tokens"
+    return why
+
+
+def _on_metal() -> bool:
+    return bool(mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu)
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _side(store: PageStore) -> Side:
+    form = store.form
+    assert store.storage is not None
+    parts: dict[str, mx.array] = dict(store.storage.tensors())
+    return Side(parts, form.code_dim, form.page_size, form.bits, form.groups, form.lut)
 
 
 def page_scores(q: mx.array, pages: Pages, form: PageForm) -> mx.array:
