@@ -37,6 +37,7 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/quality/rivals/rivals.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/eviction.py
+	$(BIN)/python benchmarks/with_mlx.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/fold.py
 	$(BIN)/kvfold bench

@@ -163,7 +163,10 @@ class Reader:
         barred = None
         if folded_later and start < self.folded_until[-1]:
             barred = token < mx.array(self.folded_until)[:, None]
-        p = self._weights(self._visible(_grouped(q, key.swapaxes(-1, -2)), start, stop, barred))
+        scores = _grouped(q, key.swapaxes(-1, -2))
+        # Nobody has looked at these tokens yet: an infinite score would vanish, or hide all others.
+        scores = mx.where(mx.isinf(scores), mx.nan, scores)
+        p = self._weights(self._visible(scores, start, stop, barred))
         self.plain = _added(self.plain, _grouped(p, value))
 
     def decode_pages(self, q: mx.array, kernel: Callable[..., Any] | None = None) -> None:
@@ -248,7 +251,7 @@ class Reader:
             total = total + mx.exp(sink_logits - self.maximum)
         if self.rotated is not None:
             out = _added(out, invert(self.rows.values.form.transform, self.rotated))
-        return mx.where(self.total > 0, out / total, 0)
+        return mx.where(self.total == 0, 0, out / total)  # what is NaN stays so
 
 
 def why_plain(rows: ArrayRows, repeat: int) -> str | None:

@@ -164,7 +164,7 @@ class _OnlineSoftmax:
         if sink_logits is not None:
             total = total + torch.exp(sink_logits - self.maximum)
         out = values.transform.invert(self.rotated) + self.plain
-        return (out / total).where(self.total > 0, 0)
+        return (out / total).where(self.total != 0, 0)  # what is NaN stays so
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.page import Pages
 from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.arrays import DTYPES, copies_of, table, to_mlx, to_torch
+from kvfold.quant.finite import finite
 
 FLOATING = {mx.float32, mx.float16, mx.bfloat16}
 ARRAY_DTYPES = {own: dtype for dtype, own in DTYPES.items()}
@@ -103,19 +104,25 @@ class ArrayRows(FoldedRows):
     """`FoldedRows` in MLX arrays.
 
     `sinks` and `tail` hold no more tokens than there are.
+
+    Attributes
+    ----------
+    dtype
+        Of what stays dense.
     """
 
-    def __init__(self, formats: FormatPair, kv_heads: int) -> None:
+    def __init__(self, formats: FormatPair, kv_heads: int, dtype: Any = mx.float16) -> None:
         super().__init__(formats, kv_heads)
+        self.dtype = dtype
         if formats.shares_pages:
             raise ValueError("values that are a view of keys are not held in MLX arrays")
         self.keys = ArrayStore(formats.keys.form, self.window.sinks)
         self.values: ArrayStore = ArrayStore(formats.values.form, self.window.sinks)
 
     @classmethod
-    def of(cls, rows: FoldedRows) -> "ArrayRows":
+    def of(cls, rows: FoldedRows, dtype: Any) -> "ArrayRows":
         """A copy of rows of tensors."""
-        own = cls(rows.unfitted, rows.kv_heads)
+        own = cls(rows.unfitted, rows.kv_heads, dtype)
         own._set_formats(rows.formats)
         own.length, own.tail_start = rows.length, rows.tail_start
         sinks, tail = rows.sink_span(), rows.tail_span()
@@ -148,7 +155,6 @@ class ArrayRows(FoldedRows):
         key, value = key[:, :, into_sinks:], value[:, :, into_sinks:]
         if self.formats.folds_by_token:
             if n:
-                self._look_at_sinks()
                 slot = self.length - self.window.sinks
                 for store, pages in zip(self.stores, self._fold(self.formats, key, value, slot), strict=True):
                     store.merge(pages, slot // self.page_size)
@@ -182,14 +188,19 @@ class ArrayRows(FoldedRows):
             self.tail = (mx.contiguous(tail.key[:, :, dropped:]), mx.contiguous(tail.value[:, :, dropped:]))
 
     def _fold(self, formats: FormatPair, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
-        self._look_at_sinks()
-        return super()._fold(formats, to_torch(key), to_torch(value), slot)
-
-    def _look_at_sinks(self) -> None:
+        tensors = to_torch(key), to_torch(value)
+        first = self.window.sinks + slot
+        looked_at = [("tokens from", first, x) for x in tensors]
         if self.sinks is not None and self._looked < 0:
-            if not all(mx.isfinite(x).all().item() for x in self.sinks):
-                raise ValueError("one of the first tokens is NaN or infinite: the model's own computation broke")
-            self._looked = 0
+            looked_at += [("the first tokens, from", 0, to_torch(x)) for x in self.sinks]
+        for name, position, x in looked_at:
+            if not finite(x):
+                raise ValueError(
+                    f"{name} position {position} hold a NaN or an infinity: the model's own computation broke before "
+                    f"the cache, or a number is too large for {x.dtype}; then pass dense_dtype=torch.float32"
+                )
+        self._looked = 0
+        return super()._fold(formats, *tensors, slot)
 
     def observe(self, query: mx.array, n: int) -> None:
         """As `FoldedRows.observe`; statistics are computed when the format is fitted."""
@@ -241,8 +252,7 @@ class ArrayRows(FoldedRows):
         sides = []
         for store in (self.keys, self.values):
             dense = store.form.unfold(as_tensors(store.pages(page, page + 1)))[:, :, :tokens]
-            assert self.tail is not None  # a folded page was dense before
-            sides.append(to_mlx(dense).astype(self.tail[0].dtype))
+            sides.append(to_mlx(dense).astype(self.dtype))
         self.tail = (sides[0], sides[1])
 
 
@@ -264,13 +274,17 @@ class ArrayLayer(LayerCache):
         ValueError
             If it has what MLX caches have not: padding, evicted tokens, values that are a view of keys, or sharpening.
         """
-        if len(layer.groups) > 1 or any(group.padding or group.rows.evicted for group in layer.groups):
-            raise ValueError("the cache holds padding or has evicted tokens, which MLX caches do not")
+        rows = [(group.batch_rows.tolist(), group.padding, group.rows.evicted) for group in layer.groups]
+        if rows not in ([], [(list(range(layer.batch)), 0, 0)]):
+            raise ValueError("the cache has padding, rows in another order or evicted tokens, as no MLX cache has")
         if layer.values_of_keys or layer.sharpen:
             raise ValueError("the cache shares values with keys or sharpens scores, which MLX caches do not")
         own = cls(layer.format, layer.index, layer.dense_dtype, layer.window, layer.statistics, layer.frequencies)
         own.columns, own._formats, own._like = layer.columns, layer._formats, layer._like
-        own.groups = [RowGroup(g.batch_rows, g.padding, ArrayRows.of(g.rows)) for g in layer.groups]
+        if layer.groups:
+            assert layer._like is not None
+            dtype = ARRAY_DTYPES[layer._like[0].dtype]
+            own.groups = [RowGroup(g.batch_rows, 0, ArrayRows.of(g.rows, dtype)) for g in layer.groups]
         return own
 
     @property
@@ -308,7 +322,7 @@ class ArrayLayer(LayerCache):
         if self._formats is None:
             self._formats = self._fitted(self.formats_of(key_dim, value.shape[-1]), self._like[0])
         if not self.groups:
-            self.groups = [RowGroup(torch.arange(batch), 0, ArrayRows(self._formats, kv_heads))]
+            self.groups = [RowGroup(torch.arange(batch), 0, ArrayRows(self._formats, kv_heads, dtype))]
         try:
             dense = self.rows.append(key, value)
         except ValueError as error:

@@ -76,8 +76,10 @@ def sweep(
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
     about = {
         "model": model, "text_sha": text_sha256(words), "passage": passage,
-        "dtype": network.dtype, "runtime": runtime,
+        "dtype": network.dtype,
     }  # fmt: skip
+    if runtime != "torch":  # rows from before there was another do not say it
+        about["runtime"] = runtime
     console = Console(stderr=True)
     with token_progress() as progress:
         task = progress.add_task("", total=None)

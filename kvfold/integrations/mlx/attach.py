@@ -1,7 +1,8 @@
 """Let mlx-lm's models read folded caches."""
 
-import logging
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,6 @@ from mlx_lm.models import base
 
 from kvfold.attention.mlx import attend
 from kvfold.cache.layer import Appended
-
-logger = logging.getLogger("kvfold")
 
 FUNCTION = "scaled_dot_product_attention"
 _THEIRS = getattr(base, FUNCTION)
@@ -25,8 +24,10 @@ class FoldedHandle:
     from it. Whatever else is asked of it is an error.
     """
 
-    def __init__(self, appended: Appended, like: mx.array, part: int) -> None:
-        self.appended, self.part, self.dtype = appended, part, like.dtype
+    def __init__(
+        self, appended: Appended, like: mx.array, part: int, reading: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.appended, self.part, self.dtype, self.reading = appended, part, like.dtype, reading
         self.shape = (*like.shape[:2], appended.layer.columns, like.shape[3])
         self.ndim = 4
 
@@ -62,7 +63,10 @@ def _attention(
         if mask != "causal":
             raise ValueError(f"mask = {mask!r}: folded attention takes 'causal', an array or None")
         mask = None
-    return attend(queries, keys.appended, scaling=scale, mask=mask, sink_logits=sinks)
+    elif mask is None and queries.shape[2] > 1:  # mlx-lm means it so
+        mask = mx.ones((queries.shape[2], keys.shape[2]), mx.bool_)
+    with keys.reading():
+        return attend(queries, keys.appended, scaling=scale, mask=mask, sink_logits=sinks)
 
 
 def attach() -> None:

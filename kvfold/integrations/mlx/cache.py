@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,27 @@ class Passes:
     ----------
     broken
         Why one of them did not take the tokens that others took; None if all is well.
+    trace
+        Whether the log has said that a trim left one.
     """
 
     broken: str | None = None
+    trace: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError if a pass failed."""
+        if self.broken is not None:
+            raise ValueError(f"this prompt cache lost tokens in an earlier pass, make a new one: {self.broken}")
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A part of a pass; if it fails, so has the whole."""
+        self.check()
+        try:
+            yield
+        except Exception as error:
+            self.broken = str(error)
+            raise
 
 
 class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
@@ -70,14 +89,9 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
             On keys or values that do not fit what is held, or that hold NaN or infinity where they fold. The other
             layers may have taken this pass's tokens, so the whole prompt cache is of no use then, and says so.
         """
-        if self.passes.broken is not None:
-            raise ValueError(f"this prompt cache lost tokens in an earlier pass, make a new one: {self.passes.broken}")
-        try:
+        with self.passes.one():
             appended = self.layer.append(keys, values)
-        except (ValueError, TypeError) as error:
-            self.passes.broken = str(error)
-            raise
-        return FoldedHandle(appended, keys, 0), FoldedHandle(appended, values, 1)
+        return FoldedHandle(appended, keys, 0, self.passes.one), FoldedHandle(appended, values, 1, self.passes.one)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of `N` new tokens, as mlx-lm's own caches give it."""
@@ -93,8 +107,12 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
         Up to `layer.undo` of them leave no trace, as speculative decoding wants it. Further back, tokens whose page had
         folded go on from their folded values, and the log says so.
         """
+        self.passes.check()
+        if n < 0:
+            raise ValueError(f"n = {n}: give a number of tokens to forget, 0 or more")
         n = min(self.offset, n)
-        if n and self.layer.crop(self.offset - n):
+        if n and self.layer.crop(self.offset - n) and not self.passes.trace:
+            self.passes.trace = True
             logger.warning(
                 "layer %d: trim by %d tokens goes back further than the %d that leave no trace: tokens whose page had "
                 "folded go on from their folded values", self.layer.index, n, self.layer.undo,
@@ -113,15 +131,20 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> dict[str, Any]:
-        """Arrays by name, and under "about" a line of JSON: for mlx-lm's `save_prompt_cache`, and to be evaluated."""
+        """Arrays by name, and under "about" the bytes of a line of JSON: all that it takes to go on.
+
+        For mlx-lm's `save_prompt_cache`, and to be evaluated.
+        """
+        self.passes.check()
         data, arrays = self.layer.to_arrays()
-        return {"about": json.dumps({"kind": KIND, "layer": self.layer.index, "data": data}), **arrays}
+        about = json.dumps({"kind": KIND, "layer": self.layer.index, "data": data})
+        return {"about": mx.array(list(about.encode()), dtype=mx.uint8), **arrays}
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         held = dict(tree_flatten(state))
         try:
-            about = Contents(json.loads(held.pop("about", "null")) or {})
+            about = Contents(json.loads(bytes(held.pop("about").tolist())))
             kind = about.data.pop("kind", None)
             if kind != KIND:
                 raise ValueError(f"its kind is {kind!r}, this kvfold reads {KIND!r}")
@@ -132,6 +155,29 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
             raise ValueError(f"this is no state of a folded cache, or a damaged one: {error}") from None
         self.passes = Passes()
         attach()
+
+    @property
+    def meta_state(self) -> str:
+        """Nothing: `state` has it all. mlx-lm before 0.32 saves it beside."""
+        return ""
+
+    @meta_state.setter
+    def meta_state(self, meta_state: str) -> None:
+        if meta_state:
+            raise ValueError(f"meta_state = {meta_state!r}: a folded cache has none")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], meta_state: str = "") -> "FoldedKVCache":
+        """The layer that `state` told of.
+
+        Raises
+        ------
+        ValueError
+            If it is none, or damaged.
+        """
+        own = cls.__new__(cls)
+        own.state, own.meta_state = state, meta_state
+        return own
 
     @property
     def nbytes(self) -> int:

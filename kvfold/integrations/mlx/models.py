@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import torch
 from mlx_lm import load
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import hf_repo_to_path
 
 from kvfold.integrations.models import DEMO_NAME, demo_folder, read_config
@@ -29,12 +30,29 @@ def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = Non
     ------
     FileNotFoundError
         If a folder holds no such model, or the demo model's package is missing.
+    ValueError
+        If mlx-lm takes other layers for sliding windows than the config says.
     """
     folder = model_folder(name)
-    model, tokenizer = load(str(folder), model_config=config_as_before(read_config(folder)))[:2]
+    config = read_config(folder)
+    model, tokenizer = load(str(folder), model_config=config_as_before(config))[:2]
+    _check_windows(model, config.get("text_config") or config)
     if dtype is not None:
         model.set_dtype(DTYPES[dtype])
     return model, tokenizer
+
+
+def _check_windows(model: Any, config: dict[str, Any]) -> None:
+    """Raise ValueError if mlx-lm gives a sliding window to a layer that has none."""
+    kinds, layers = config.get("layer_types"), make_prompt_cache(model)
+    if not isinstance(kinds, list) or len(kinds) != len(layers):
+        return
+    for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+        if kind == "full_attention" and isinstance(layer, RotatingKVCache):
+            raise ValueError(
+                f"layer {index} attends to everything by the config's layer_types, and mlx-lm gives it a sliding "
+                "window: its answers would be wrong; take the torch runtime"
+            )
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:
@@ -66,6 +84,9 @@ def config_as_before(config: dict[str, Any]) -> dict[str, Any]:
             found["rope_theta"] = full["rope_theta"]
         if full.get("rope_type", "default") != "default":
             found["rope_scaling"] = {key: value for key, value in full.items() if key != "rope_theta"}
+            found["rope_scaling"]["type"] = full["rope_type"]
+        if "partial_rotary_factor" in full:
+            found["partial_rotary_factor"] = full["partial_rotary_factor"]
         if isinstance(sliding, dict) and "rope_theta" in sliding:
             found["rope_local_base_freq"] = sliding["rope_theta"]
     if isinstance(kinds, list) and "sliding_attention" in kinds and "full_attention" in kinds:

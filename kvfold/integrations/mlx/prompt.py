@@ -52,10 +52,10 @@ def mlx_answer(
     temperature: float = 0.0,
     *,
     wired: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda read, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """Read what `cache` does not hold yet of `ids` (1, T), and answer; greedy at temperature 0.
+    """Read `ids` (1, T) into an empty cache, and answer; greedy at temperature 0.
 
     Parameters
     ----------
@@ -68,22 +68,25 @@ def mlx_answer(
     say
         Called with each piece of text.
     """
-    held = cache[0].offset
-    prompt = mx.array(ids[0, held:].numpy())
     said: list[int] = []
     detokenizer, start = tokenizer.detokenizer, time.perf_counter()
+
+    def read(tokens: int, total: int) -> None:
+        nonlocal start
+        if tokens < total:  # the last call comes with the first new token
+            start = time.perf_counter()
+        progress(tokens, total)
+
     with nullcontext() if wired else wired_limit(model, [generation_stream]):
         for token, _ in generate_step(
-            prompt,
+            mx.array(ids[0].numpy()),
             model,
             max_tokens=max_new_tokens,
             sampler=make_sampler(temp=temperature),
             prompt_cache=cache,
             prefill_step_size=512,
-            prompt_progress_callback=progress,
+            prompt_progress_callback=read,
         ):
-            if not said:
-                start = time.perf_counter()
             said.append(token)
             if token in tokenizer.eos_token_ids:
                 break

@@ -10,7 +10,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
@@ -19,7 +19,6 @@ from kvfold.formats import FormatPair
 from kvfold.integrations.mlx.attach import attach, detach
 from kvfold.integrations.mlx.cache import FoldedKVCache, cache_report, make_prompt_cache
 from kvfold.integrations.mlx.models import load_mlx_model, model_folder
-from kvfold.integrations.models import read_config
 from kvfold.kernels.mlx.arrays import to_torch
 
 
@@ -31,7 +30,7 @@ class MlxRuntime:
     model
         The model.
     config
-        Its config.json.
+        Its config, as transformers has it.
     tokenizer
         mlx-lm's, if text is to be made.
     """
@@ -50,7 +49,8 @@ class MlxRuntime:
         """The model that `load_mlx_model` gives, and transformers' tokenizer."""
         folder = model_folder(name)
         model, tokenizer = load_mlx_model(folder, dtype)
-        return cls(model, read_config(folder), tokenizer), AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder).to_dict()  # with what config.json leaves out
+        return cls(model, config, tokenizer), AutoTokenizer.from_pretrained(folder)
 
     def __call__(self, ids: Tensor, *, past_key_values: Any, use_cache: bool = True) -> Any:
         logits = self.model(mx.array(ids.numpy()), cache=past_key_values)

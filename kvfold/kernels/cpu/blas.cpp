@@ -1,21 +1,21 @@
-// Matrix products for who has no fast ones of his own.
+// Matrix products for who has no fast ones of his own: a library by itself.
 //
-// MLX's wheels for Linux bring netlib's reference BLAS (4 GFLOP/s on a core). Once this module's symbols are global,
-// the reference's `cblas_sgemm` finds this `sgemm_` in the place of its own, and so torch's.
-#include "blas.h"
+// MLX's wheels for Linux bring netlib's reference BLAS (4 GFLOP/s on a core). Once this library's symbols are global,
+// the reference's `cblas_sgemm` finds this `sgemm_` in the place of its own, and so torch's. Nothing else is visible.
+#define VISIBLE extern "C" __attribute__((visibility("default")))
 
 namespace {
-kvfold::Sgemm lent = nullptr;
-}
+// BLAS's product of float32 matrices.
+using Sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+                       const float*, const int*, const float*, float*, const int*);
+Sgemm lent = nullptr;
+}  // namespace
 
-namespace kvfold {
-void lend(Sgemm sgemm) { lent = sgemm; }
-}  // namespace kvfold
+// To be called before symbols become global.
+VISIBLE void kvfold_lend_sgemm(Sgemm sgemm) { lent = sgemm; }
 
-extern "C" __attribute__((visibility("default"))) void sgemm_(const char* transa, const char* transb, const int* m,
-                                                              const int* n, const int* k, const float* alpha,
-                                                              const float* a, const int* lda, const float* b,
-                                                              const int* ldb, const float* beta, float* c,
-                                                              const int* ldc) {
+VISIBLE void sgemm_(const char* transa, const char* transb, const int* m, const int* n, const int* k, const float* alpha,
+                    const float* a, const int* lda, const float* b, const int* ldb, const float* beta, float* c,
+                    const int* ldc) {
   lent(transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }

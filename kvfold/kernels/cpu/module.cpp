@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "attend.h"
-#include "blas.h"
 #include "channelwise.h"
 #include "fold.h"
 #include "pack.h"
@@ -396,9 +395,6 @@ NB_MODULE(_cpu, m) {
                     std::uintptr_t>());
   nb::class_<kvfold::PagedStep>(m, "PagedStep").def("attend", &paged_attend);
   m.def("paged_step", &paged_step);
-#ifdef KVFOLD_LENDS_BLAS
-  m.def("lend_sgemm", [](std::uintptr_t address) { kvfold::lend(reinterpret_cast<kvfold::Sgemm>(address)); });
-#endif
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);

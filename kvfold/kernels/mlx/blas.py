@@ -4,6 +4,7 @@ import ctypes
 import logging
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -11,6 +12,9 @@ import torch
 from kvfold.kernels.cpu import module
 
 logger = logging.getLogger("kvfold")
+
+LENT = Path(module.__file__).parent / "liblent_blas.so"
+"""Built from `kernels/cpu/blas.cpp`, on Linux."""
 
 
 @cache
@@ -22,19 +26,18 @@ def lend_torchs() -> bool:
     matrices are MLX's own on a CPU, and as slow. It is too late once MLX is loaded.
     """
     if sys.platform == "linux" and sys.modules.get("mlx.core") is not None:
-        logger.info(
+        logger.warning(
             "MLX was loaded before kvfold and multiplies by its own BLAS, some forty times slower than torch's: import "
             "kvfold.integrations.mlx first"
         )
         return False
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if sys.platform != "linux" or not library.is_file():
+    if sys.platform != "linux" or find_spec("mlx") is None or not LENT.is_file():
         return False
     try:
-        sgemm = ctypes.CDLL(str(library)).sgemm_
+        sgemm = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).sgemm_
     except (OSError, AttributeError):
-        logger.info("MLX multiplies matrices by its own BLAS, which is slow on Linux: torch's is not to be had")
+        logger.warning("MLX multiplies matrices by its own BLAS, which is slow on Linux: torch's is not to be had")
         return False
-    module.lend_sgemm(ctypes.cast(sgemm, ctypes.c_void_p).value or 0)
-    ctypes.CDLL(module.__file__, mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(LENT)).kvfold_lend_sgemm(ctypes.cast(sgemm, ctypes.c_void_p))
+    ctypes.CDLL(str(LENT), mode=ctypes.RTLD_GLOBAL)
     return True
