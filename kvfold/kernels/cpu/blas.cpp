@@ -1,6 +1,6 @@
 // Matrix products for who has no fast ones of his own: a library by itself.
 //
-// MLX's wheels for Linux bring netlib's reference BLAS (4 GFLOP/s on a core). Once this library's symbols are global,
+// MLX's wheels for Linux bring netlib's reference BLAS, which is slow. Once this library's symbols are global,
 // the reference's `cblas_sgemm` finds this `sgemm_` in the place of its own, and so torch's. Nothing else is visible.
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 

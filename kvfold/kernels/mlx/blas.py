@@ -21,13 +21,13 @@ LENT = Path(module.__file__).parent / "liblent_blas.so"
 def lend_torchs() -> bool:
     """Let MLX multiply float32 matrices by torch's BLAS; whether it will.
 
-    Its wheels for Linux bring netlib's reference implementation: 4 GFLOP/s where torch has over 100. Nothing happens
-    on other systems, where MLX has Apple's, or where torch's library does not show its `sgemm_`. Products of 16-bit
-    matrices are MLX's own on a CPU, and as slow. It is too late once MLX is loaded.
+    Its wheels for Linux bring netlib's reference implementation, which is many times slower. Nothing happens on other
+    systems, where MLX has Apple's, or where torch's library does not show its `sgemm_`. Products of 16-bit matrices are
+    MLX's own on a CPU, and as slow. It is too late once MLX is loaded.
     """
     if sys.platform == "linux" and sys.modules.get("mlx.core") is not None:
         logger.warning(
-            "MLX was loaded before kvfold and multiplies by its own BLAS, some forty times slower than torch's: import "
+            "MLX was loaded before kvfold and multiplies by its own BLAS, far slower than torch's: import "
             "kvfold.integrations.mlx first"
         )
         return False
