@@ -74,7 +74,7 @@ def metal_kernel(folder: Path) -> Any:
 
     def make(name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str) -> Any:
         def call(
-            inputs: Sequence[mx.array], template: Sequence[Any], grid: tuple[int, int, int],
+            inputs: Sequence[mx.array], grid: tuple[int, int, int],
             threadgroup: tuple[int, int, int], output_shapes: Sequence[Sequence[int]], output_dtypes: Sequence[Any],
         ) -> list[mx.array]:  # fmt: skip
             kinds = [f"const {TYPES[x.dtype]}*" for x in inputs] + [f"{TYPES[d]}*" for d in output_dtypes]

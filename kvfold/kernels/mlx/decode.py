@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from itertools import accumulate
 from typing import Any
@@ -85,11 +86,7 @@ def decode(
     """
     batch, kv_heads, repeat, _ = q.shape
     splits = max(1, min(MOST_SPLITS, pages // FEWEST_PAGES))
-    header, body = _source(_constants(keys, values, repeat))
-    own = (kernel or mx.fast.metal_kernel)(
-        name=f"kvfold_decode_{abs(hash(header)):x}", input_names=list(INPUTS), output_names=list(OUTPUTS),
-        source=body, header=header,
-    )  # fmt: skip
+    own = _kernel(_constants(keys, values, repeat), kernel or mx.fast.metal_kernel)
     nothing = mx.zeros((1,), mx.float16)
     inputs = [q, mx.array([pages, tokens, splits, keys.parts["code"].shape[2]], dtype=mx.int32)]
     for side in (keys, values):
@@ -98,7 +95,7 @@ def decode(
     units = batch * kv_heads
     states = ((units, splits, repeat), (units, splits, repeat), (units, splits, repeat, values.dim))
     outputs = own(
-        inputs=inputs, template=[], grid=(THREADS * splits, units, 1), threadgroup=(THREADS, 1, 1),
+        inputs=inputs, grid=(THREADS * splits, units, 1), threadgroup=(THREADS, 1, 1),
         output_shapes=list(states), output_dtypes=[mx.float32] * 3,
     )  # fmt: skip
     highest, total, summed = (x.reshape(batch, kv_heads, *x.shape[1:]).swapaxes(2, 3) for x in outputs)
@@ -130,8 +127,14 @@ def _constants(keys: Side, values: Side, repeat: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-@cache
-def _source(constants: str) -> tuple[str, str]:
-    """Header and body of the kernel."""
+@cache  # MLX compiles each anew
+def _kernel(constants: str, make: Callable[..., Any]) -> Any:
+    """The kernel that is compiled for these constants."""
     helpers, body = (files(__package__) / "decode.metal").read_text().split("\n---\n")
-    return constants + helpers, body
+    return make(
+        name=f"kvfold_decode_{sha256(constants.encode()).hexdigest()[:16]}",
+        input_names=list(INPUTS),
+        output_names=list(OUTPUTS),
+        source=body,
+        header=constants + helpers,
+    )
