@@ -95,11 +95,6 @@ def as_tensors(pages: Pages) -> Pages:
     return pages.map(to_torch)
 
 
-def as_arrays(pages: Pages) -> Pages:
-    """Pages in tensors as pages in arrays."""
-    return pages.map(to_mlx)
-
-
 class ArrayRows(FoldedRows):
     """`FoldedRows` in MLX arrays.
 
