@@ -10,7 +10,7 @@ computes a graph by its depth, and would unpack all blocks at once. Everything i
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from kvfold.cache.layer import Appended
@@ -131,6 +131,14 @@ class Reader:
     rotated: mx.array | None = None
     plain: mx.array | None = None
 
+    @cached_property
+    def _at(self) -> mx.array:
+        return mx.array(self.position)[:, None]
+
+    @cached_property
+    def _until(self) -> mx.array:
+        return mx.array(self.folded_until)[:, None]
+
     def read(self, q: mx.array, q_rotated: mx.array, dense: DenseSpan | None) -> None:
         """All that the queries see: sinks, pages, dense tokens."""
         sinks = self.rows.sink_span()
@@ -159,10 +167,9 @@ class Reader:
             return
         own = slice(start - span.start, stop - span.start)
         key, value = (_floats(x[:, :, own]) for x in (span.key, span.value))
-        token = mx.arange(start, stop)
         barred = None
         if folded_later and start < self.folded_until[-1]:
-            barred = token < mx.array(self.folded_until)[:, None]
+            barred = mx.arange(start, stop) < self._until
         scores = _grouped(q, key.swapaxes(-1, -2))
         # Nobody has looked at these tokens yet: an infinite score would vanish, or hide all others.
         scores = mx.where(mx.isinf(scores), mx.nan, scores)
@@ -197,7 +204,7 @@ class Reader:
             begin, end = (rows.window.sinks + page * size for page in (first, stop))
             barred = None
             if end > self.folded_until[0]:
-                barred = mx.arange(begin, end) >= mx.array(self.folded_until)[:, None]
+                barred = mx.arange(begin, end) >= self._until
             p = self._weights(self._visible(page_scores(q, keys, rows.keys.form), begin, end, barred))
             self.rotated = _added(self.rotated, page_outputs(p, values, rows.values.form))
 
@@ -210,18 +217,16 @@ class Reader:
         """Scores of the tokens from `start` to `stop`, with -inf where a query must not look."""
         if self.mask is None:
             if stop - 1 > self.position[0]:
-                causal = mx.arange(start, stop) > mx.array(self.position)[:, None]
+                causal = mx.arange(start, stop) > self._at
                 barred = causal if barred is None else barred | causal
         else:
             mask = self.mask[..., start:stop]
-            seen = mask if mask.dtype == mx.bool_ else None
-            short = stop - start - mask.shape[-1]
-            if seen is None:
-                added = mx.pad(_floats(mask), [(0, 0)] * 4 + [(0, short)], constant_values=-mx.inf)
-                scores = scores + added
-            else:
-                hidden = mx.logical_not(mx.pad(seen, [(0, 0)] * 4 + [(0, short)]))
+            beyond = [(0, 0)] * 4 + [(0, stop - start - mask.shape[-1])]
+            if mask.dtype == mx.bool_:
+                hidden = mx.logical_not(mx.pad(mask, beyond))
                 barred = hidden if barred is None else barred | hidden
+            else:
+                scores = scores + mx.pad(_floats(mask), beyond, constant_values=-mx.inf)
         return scores if barred is None else mx.where(barred, -mx.inf, scores)
 
     def _weights(self, scores: mx.array) -> mx.array:
@@ -351,7 +356,7 @@ def page_levels(pages: Pages, form: PageForm) -> mx.array:
     """S ⊙ lut[code] of every token: float32, (batch, kv_heads, N·P, code_dim)."""
     if not form.bits:  # float16 numbers in the place of codes
         return _floats(pages.code).flatten(2, 3)
-    levels = unpack_levels(pages.code, form.lut, form.page_size, form.code_dim, form.bits, form.lanes)
+    levels = unpack_levels(pages.code, form.lut, form.kinds, form.page_size, form.code_dim, form.bits, form.lanes)
     if form.unit_levels:
         levels = levels / mx.sqrt(mx.square(levels).sum(-1, keepdims=True))
     if pages.channel_scale is not None:

@@ -7,7 +7,6 @@ Pages are folded by the format itself, on the CPU, whose memory an Apple GPU sha
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,19 +29,11 @@ ARRAY_DTYPES = {own: dtype for dtype, own in DTYPES.items()}
 class ArrayStore(PageStore):
     """Pages of one stream, in arrays (batch, kv_heads, capacity, …) that grow ahead of need."""
 
-    def pages(self, start: int = 0, stop: int | None = None) -> Pages:
-        """Pages `start` to `stop`, as arrays."""
-        stop = self.count if stop is None else min(stop, self.count)
-        assert self.storage is not None
-        view = self.storage.map(lambda t: t[:, :, start:stop])
-        size = self.form.page_size
-        return replace(view, tokens=(stop - start) * size, first=self.origin + start * size)
-
     def append(self, pages: Pages) -> None:
         """Add whole pages, given as tensors, after the last."""
         added = pages.code.shape[2]
         self._reserve(self.count + added, like=pages)
-        self._put(pages, self.count)
+        self.put(pages, self.count)
         self.count += added
 
     def merge(self, pages: Pages, first: int) -> None:
@@ -60,22 +51,14 @@ class ArrayStore(PageStore):
             self.count = first
         self.append(pages)
 
-    def truncate(self, count: int) -> None:
-        """Keep the first `count` pages; give the storage back once less than half of it is in use."""
-        self.count = count
-        if count == 0:
-            self.storage = None
-        elif self.storage is not None and 2 * count < self._capacity:
-            self.storage = self.storage.map(lambda t: mx.contiguous(t[:, :, :count]))
-
-    def replace_page(self, page: int, pages: Pages) -> None:
-        """Put one page, given as tensors, into the place of page `page`."""
-        self._put(pages, page)
-
-    def _put(self, pages: Pages, first: int) -> None:
+    def put(self, pages: Pages, first: int) -> None:
+        """Write pages, given as tensors, into the places from `first` on."""
         assert self.storage is not None
         for name, tensor in pages.tensors():
             getattr(self.storage, name)[:, :, first : first + tensor.shape[2]] = to_mlx(tensor)
+
+    def _copied(self, part: mx.array) -> mx.array:
+        return mx.contiguous(part)
 
     def _reserve(self, count: int, like: Pages) -> None:
         if count <= self._capacity:
@@ -241,7 +224,7 @@ class ArrayRows(FoldedRows):
                 assert isinstance(store, ArrayStore)
                 last = as_tensors(store.pages(whole, whole + 1)).map(lambda t: t.clone())
                 store.form.clear(last, part)
-                store.replace_page(whole, last)
+                store.put(last, whole)
 
     def _reopen(self, page: int, tokens: int) -> None:
         sides = []

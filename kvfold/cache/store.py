@@ -1,6 +1,7 @@
 """Growing storage for folded pages."""
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class PageStore:
         """A view of pages `start` to `stop`."""
         stop = self.count if stop is None else min(stop, self.count)
         assert self.storage is not None
-        view = self.storage.map(lambda t: t.narrow(PAGE_DIM, start, stop - start))
+        view = self.storage.map(lambda t: t[:, :, start:stop])
         size = self.form.page_size
         return replace(view, tokens=(stop - start) * size, first=self.origin + start * size)
 
@@ -67,7 +68,7 @@ class PageStore:
         if count == 0:
             self.storage = None
         elif self.storage is not None and 2 * count < self._capacity:
-            self.storage = self.storage.map(lambda t: t.narrow(PAGE_DIM, 0, count).clone())
+            self.storage = self.storage.map(lambda t: self._copied(t[:, :, :count]))
 
     def give_back(self, count: int) -> None:
         """Keep the first `count` pages, and no more storage than growing up to there would have left."""
@@ -75,12 +76,16 @@ class PageStore:
         if count == 0:
             self.storage = None
         elif self.storage is not None and self._capacity > count + count // self.GROWTH:
-            self.storage = self.storage.map(lambda t: t.narrow(PAGE_DIM, 0, count).clone())
+            self.storage = self.storage.map(lambda t: self._copied(t[:, :, :count]))
 
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows`, in that order, repeats allowed."""
         if self.storage is not None:
             self.storage = self.storage.map(lambda t: t.index_select(0, rows.to(t.device)))
+
+    def _copied(self, part: Any) -> Any:
+        """A part of storage that does not keep the whole alive."""
+        return part.clone()
 
     @property
     def _capacity(self) -> int:

@@ -4,15 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import torch
 from mlx_lm import load
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import hf_repo_to_path
 
+from kvfold.cache.mlx import ARRAY_DTYPES
 from kvfold.integrations.models import DEMO_NAME, demo_folder, read_config
-
-DTYPES = {torch.float32: mx.float32, torch.float16: mx.float16, torch.bfloat16: mx.bfloat16}
 
 
 def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -38,7 +36,7 @@ def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = Non
     model, tokenizer = load(str(folder), model_config=config_as_before(config))[:2]
     _check_windows(model, config.get("text_config") or config)
     if dtype is not None:
-        model.set_dtype(DTYPES[dtype])
+        model.set_dtype(ARRAY_DTYPES[dtype])
     return model, tokenizer
 
 

@@ -10,7 +10,13 @@ from kvfold.quant.packing import TILE, Lanes, plane_widths
 
 
 def unpack_levels(
-    packed: mx.array, lut: Tensor, page_size: int, head_dim: int, bits: Sequence[int], lanes: Lanes
+    packed: mx.array,
+    lut: Tensor,
+    kinds: Sequence[int],
+    page_size: int,
+    head_dim: int,
+    bits: Sequence[int],
+    lanes: Lanes,
 ) -> mx.array:
     """lut[code] of every code.
 
@@ -20,6 +26,8 @@ def unpack_levels(
         uint8, (…, bytes of a page's codes).
     lut
         Levels of each channel group: float32, (⌈head_dim/16⌉, levels).
+    kinds
+        Of each channel group: the first that has the same bits and levels (`PageForm.kinds`).
     page_size, head_dim, bits, lanes
         As `kvfold.quant.packing.unpack_levels` has them.
 
@@ -31,7 +39,7 @@ def unpack_levels(
     lead, rows = packed.shape[:-1], page_size // TILE
     levels = table(lut)
     parts = []
-    for start, stop in _runs(bits, lut):
+    for start, stop in _runs(kinds):
         # All groups of a run have the same bits and levels.
         width, own = stop - start, bits[start]
         before, after = 32 * sum(bits[:start]), 32 * sum(bits[:stop])
@@ -47,12 +55,11 @@ def unpack_levels(
     return whole[..., :head_dim]
 
 
-def _runs(bits: Sequence[int], lut: Tensor) -> Iterator[tuple[int, int]]:
-    """Channel groups from each start to stop that follow each other and have equal bits and levels."""
-    rows = [(b, *row) for b, row in zip(bits, lut.tolist(), strict=True)]
+def _runs(kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Channel groups from each start to stop that follow each other and are of one kind."""
     start = 0
-    for group in range(1, len(rows) + 1):
-        if group == len(rows) or rows[group] != rows[start]:
+    for group in range(1, len(kinds) + 1):
+        if group == len(kinds) or kinds[group] != kinds[start]:
             yield start, group
             start = group
 
