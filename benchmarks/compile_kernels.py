@@ -17,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
@@ -128,17 +130,30 @@ def over_rows(
 
 def over_pool(name: str, dim: int, repeat: int) -> Callable[[], object]:
     """Attention of one token over an engine's pool."""
-    pair = get_formats(name, dim, dim)
-    layout = PageLayout(pair)
-    if pair.awaits_fit:
-        pair = pair.with_formats(pair.keys.fitted(KeyStatistics(*torch.rand(2, 1, dim))), pair.values)
-    size, slots = layout.page_size, Slots(1)
-    pool = PagePool(torch.zeros(9, 1, size, layout.slot_bytes(2) // 2, dtype=torch.bfloat16), layout)
-    layer, table = PagedLayer(pair, pool, 1, torch.bfloat16), torch.arange(9)[None].numpy()
+    layer, table = pool_of(name, dim)
+    size, slots = layer.pool.layout.page_size, Slots(1)
     plan([0, 8 * size + 1], [8 * size + 1], table, slots, 1, size)
     step = plan([0, 1], [8 * size + 2], table, slots, 1, size)
     query, key = torch.randn(1, repeat, dim).bfloat16(), torch.randn(1, 1, dim).bfloat16()
     return lambda: attend_pages(query, key, key, layer, step, scaling=dim**-0.5)
+
+
+def into_pool(name: str, dim: int) -> Callable[[], object]:
+    """Folding a prompt of a page into an engine's pool."""
+    layer, table = pool_of(name, dim)
+    size = layer.pool.layout.page_size
+    step, x = plan([0, size], [size], table, Slots(1), 1, size), torch.randn(size, 1, dim).bfloat16()
+    return lambda: layer.fold_in_place(step, torch.from_numpy(layer.pool.units_of(step.folded.numpy())), x, x)
+
+
+def pool_of(name: str, dim: int) -> tuple[PagedLayer, NDArray[np.integer]]:
+    """A pool of nine pages of one head, and the block table of a sequence that has all."""
+    pair = get_formats(name, dim, dim)
+    layout = PageLayout(pair)
+    if pair.awaits_fit:
+        pair = pair.with_formats(pair.keys.fitted(KeyStatistics(*torch.rand(2, 1, dim))), pair.values)
+    blocks = torch.zeros(9, 1, layout.page_size, layout.slot_bytes(2) // 2, dtype=torch.bfloat16)
+    return PagedLayer(pair, PagePool(blocks, layout), 1, torch.bfloat16), np.arange(9)[None]
 
 
 def main() -> None:
@@ -158,6 +173,7 @@ def main() -> None:
             jobs.append((what, launches(over_rows(name, dim, repeat, tokens))))
         if why_not_paged(get_formats(name, 128, 128)) is None:
             jobs.append((f"{name}, D128, a pool", launches(over_pool(name, 128, 4))))
+            jobs.append((f"{name}, D128, into a pool", launches(into_pool(name, 128))))
     name = args.formats.partition(",")[0]
     jobs.append((f"{name}, D128, float32", launches(over_rows(name, 128, 4, 1, torch.float32))))
     jobs.append((f"{name}, D128, a mask", launches(over_rows(name, 128, 4, 64, masked=True))))

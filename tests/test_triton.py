@@ -16,6 +16,7 @@ from torch import Tensor
 from kvfold.attention import attend, triton
 from kvfold.cache import layer, rows
 from kvfold.cache.layer import LayerCache
+from kvfold.cache.paged import PagePool
 from kvfold.formats import get_format, get_formats
 from kvfold.formats.channelwise import SCALES
 from kvfold.kernels import ops
@@ -186,6 +187,32 @@ def test_pages_of_a_pool(name: str, per_block: int, options: dict) -> None:
         outs.append(engine.step({who: tuple(x[held:] for x in tokens[who]) for who, (held, _) in sizes.items()}))
     for who in sizes:
         torch.testing.assert_close(outs[0][who], outs[1][who], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["kvfold-4", "centred-3@32", "turboquant-4", "turboquant-3+qjl"])
+def test_pages_are_folded_straight_into_a_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's pages where the reference has them, and nothing elsewhere."""
+    pools = []
+    for backend in ("triton", "reference"):
+        engine = Engine(name, per_block=2, device=DEVICE, backend=backend)
+        pools.append(engine.layer.pool)
+        pools[-1].pages.fill_(0xAB)
+        with monkeypatch.context() as patch:
+            if backend == "triton":
+                patch.delattr(PagePool, "write")
+            for turn, sizes in enumerate(({"a": 70, "b": 63}, {"a": 58, "b": 1, "c": 3}, {"a": 65, "c": 130})):
+                engine.step({who: _tokens(count, 7 * turn + ord(who)) for who, count in sizes.items()})
+    here, there = pools
+    layout = here.layout
+    written = (there.pages[..., : layout.used] != 0xAB).any(-1)
+    assert written.sum() == here.kv_heads * sum(length // layout.page_size for length in engine.length.values())
+    assert (here.pages[~written] == 0xAB).all()
+    pages = written.flatten(0, 1)[:, 0].nonzero()[:, 0]
+    for fmt, mine, true in zip(
+        (engine.formats.keys, engine.formats.values), here.read(pages), there.read(pages), strict=True
+    ):
+        error = (fmt.unfold(mine) - fmt.unfold(true)).norm() / fmt.unfold(true).norm()
+        assert error < 0.01  # codes that lie on an edge may go either way
 
 
 def test_a_long_context_is_read_in_parts() -> None:

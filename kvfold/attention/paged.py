@@ -4,6 +4,7 @@ A query at position t reads the pages before page t // P folded, and the tokens 
 that were there before from the tails, the others from the step itself (`kvfold.cache.paged`).
 """
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,13 +95,13 @@ class PagedAttention:
                     f"{name} is {x.dtype} of the shape {tuple(x.shape)}: give {layer.tail_keys.dtype} of "
                     f"{(step.tokens, *shape)}"
                 )
+        options: dict[str, Any] = {"scaling": self.scaling, "softcap": self.softcap, "sink_logits": self.sink_logits}
+        if self.backend == "triton":
+            return triton.attend_pages(query, key, value, layer, step, **options)
         layer.fold(step, key, value)
-        if self.backend != "cpu":
-            attend_pages = triton.attend_pages if self.backend == "triton" else reference.attend_pages
-            out = attend_pages(
-                query, key, value, layer, step, scaling=self.scaling, softcap=self.softcap, sink_logits=self.sink_logits
-            )
-            layer.keep_tails(step, key, value)
+        if self.backend == "reference":
+            out = reference.attend_pages(query, key, value, layer, step, **options)
+            layer.keep_tails(torch.from_numpy(step.left(layer.formats.keys.page_size)), key, value)
             return out
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         out = torch.empty(step.tokens, self.heads, layer.formats.values.head_dim)

@@ -7,8 +7,11 @@ from importlib.util import find_spec
 from itertools import groupby
 from operator import or_
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.cache.paged import PagedLayer, Part, Step
@@ -69,13 +72,11 @@ class _Side:
 
 
 @dataclass(frozen=True, eq=False)
-class _Queries:
-    """New tokens of some sequences, in one list.
+class _Sequences:
+    """Sequences whose new tokens are in one list.
 
     Attributes
     ----------
-    plain, rotated
-        q and q̃, scaled: float32, (tokens, heads, ·).
     first, count, pages
         int32, of each sequence: its first new token, how many it has, and pages.
     stop
@@ -84,8 +85,6 @@ class _Queries:
         The most new tokens, and pages, of a sequence.
     """
 
-    plain: Tensor
-    rotated: Tensor
     first: Tensor
     count: Tensor
     pages: Tensor
@@ -95,30 +94,33 @@ class _Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class _Dense:
-    """Dense tokens of each sequence; strides and places are in elements.
+class _Span:
+    """Which dense tokens each sequence reads, all int32.
 
     Attributes
     ----------
-    key_at, value_at
-        Where each sequence's tokens begin: int64.
-    held, position
-        How many they are, and the position of the first: int32.
+    place, held, position
+        Of each sequence: where its tokens begin, in steps of the tensor; how many they are; position of the first.
     start, stop
-        Positions that bound what each new token reads: int32, (tokens).
-    strides
-        From head to head and token to token, of keys and of values.
+        Positions that bound what each new token reads: (tokens).
     """
 
-    key: Tensor
-    value: Tensor
-    key_at: Tensor
-    value_at: Tensor
+    place: Tensor
     held: Tensor
     position: Tensor
     start: Tensor
     stop: Tensor
-    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense:
+    """Dense tokens; strides are in elements, from place to place, head to head and token to token."""
+
+    span: _Span
+    key: Tensor
+    value: Tensor
+    key_strides: Sequence[int]
+    value_strides: Sequence[int]
 
 
 @on_its_device
@@ -171,23 +173,15 @@ def _attend_some(
     pages, stops = ints.add([count] * batch), ints.add(stop * batch)
     starts, afters = ints.add(until * batch), ints.add(after * batch)
     nothing = ints.add([0] * batch * n)
+    places = ints.add(range(batch))
     placed = [(ints.add([span.key.shape[2]] * batch), ints.add([span.start] * batch)) for span in spans]
     ints.send()
     given = []
     for span, (held, position) in zip(spans, placed, strict=True):
         key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (span.key, span.value))
-        row = torch.arange(batch, device=device)
-        given.append(
-            _Dense(
-                key, value, row * key.stride(0), row * value.stride(0), ints[held], ints[position],
-                ints[starts] if span is dense else ints[nothing], ints[afters],
-                (*key.stride()[1:3], *value.stride()[1:3]),
-            )
-        )  # fmt: skip
-    queries = _Queries(
-        _by_token(q), _by_token(rows.keys.form.rotated_query(q)), ints[first], ints[counts], ints[pages], ints[stops],
-        n, count,
-    )  # fmt: skip
+        own = _Span(ints[places], ints[held], ints[position], ints[starts if span is dense else nothing], ints[afters])
+        given.append(_Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
+    sequences = _Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count)
     sides = None
     if count:
         sides = _stored(rows.keys, exact), _stored(rows.values, exact)
@@ -199,9 +193,9 @@ def _attend_some(
         masked = dict(zip(NO_MASK, (mask.view(torch.uint8), *by, mask.shape[-1]), strict=True))
     width = 0 if rows.keys.storage is None else rows.keys.storage.code.shape[2]
     rotated, plain = _attend(
-        queries, sides, (None, width), given, kv_heads=kv_heads, value_dim=rows.value_dim,
-        code_dim=rows.values.form.code_dim, softcap=softcap, sink_logits=sink_logits, mask=masked, position=sinks,
-        exact=exact,
+        _by_token(q), _by_token(rows.keys.form.rotated_query(q)), sequences, sides, (None, width), given,
+        kv_heads=kv_heads, value_dim=rows.value_dim, code_dim=rows.values.form.code_dim, softcap=softcap,
+        sink_logits=sink_logits, mask=masked, position=sinks, exact=exact,
     )  # fmt: skip
     rotated, plain = (x.view(batch, n, kv_heads, -1, x.shape[-1]).permute(0, 2, 3, 1, 4) for x in (rotated, plain))
     return (rows.values.form.transform.invert(rotated) + plain).flatten(1, 2)
@@ -220,34 +214,70 @@ def attend_pages(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`kvfold.attention.reference.attend_pages` in float32, by kernels; precision as in `attend_rows`."""
+    """`kvfold.attention.paged.PagedAttention` by kernels, in float32; precision as in `attend_rows`.
+
+    What becomes full is folded straight into the pool, and unfinished pages are kept.
+    """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    units = _units(layer, step).to(query.device)
+    here = _on_device(step, layer, query.device)
+    layer.fold_in_place(step, here.folded, key, value)
     out = query.new_empty(*query.shape[:2], layer.formats.values.head_dim, dtype=torch.float32)
-    for first in range(0, step.tokens, QUERIES):
-        part = range(first, min(first + QUERIES, step.tokens))
+    for part in here.parts:
         _attend_some_of_pool(
-            out, query, key, value, layer, step, part, units, scaling=scaling, softcap=softcap, sink_logits=sink_logits
+            out, query, key, value, layer, part, scaling=scaling, softcap=softcap, sink_logits=sink_logits
         )
+    layer.keep_tails(here.left, key, value)
     return out
 
 
-def _units(layer: PagedLayer, step: Step) -> Tensor:
-    """The first head's place of each page of a step's sequences, in pages of one head: int32, (sequences, pages)."""
-    page_bytes = layer.pool.page_bytes
-    if layer.pool.block_bytes % page_bytes:
-        raise ValueError(f"blocks lie {layer.pool.block_bytes} bytes apart: GPU kernels want multiples of {page_bytes}")
-    return torch.from_numpy(layer.pool.page_at(step.block_table) // page_bytes).int()
+@dataclass(frozen=True, eq=False)
+class _PoolPart:
+    """Some new tokens of a step, and what they read; units: the first head's of each page, (sequences, pages)."""
+
+    tokens: slice
+    sequences: _Sequences
+    units: Tensor
+    tail: _Span
+    new: _Span
 
 
-def _attend_some_of_pool(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: PagedLayer, step: Step, part: range, units: Tensor,
-    *,
-    scaling: float, softcap: float | None, sink_logits: Tensor | None,
-) -> None:  # fmt: skip
-    """Attention of the new tokens `part` of a step, into `out`."""
-    size, kv_heads, device = layer.formats.keys.page_size, layer.pool.kv_heads, query.device
-    keys, values = layer.formats.keys, layer.formats.values
+@dataclass(frozen=True, eq=False)
+class _PoolStep:
+    """A step as kernels know it: the same to all layers, as their pools are alike.
+
+    Attributes
+    ----------
+    folded
+        Units of the pages that become full: int64.
+    left
+        `Step.left`.
+    """
+
+    parts: list[_PoolPart]
+    folded: Tensor
+    left: Tensor
+
+
+_STEPS: WeakKeyDictionary[Step, dict[torch.device, _PoolStep]] = WeakKeyDictionary()
+
+
+def _on_device(step: Step, layer: PagedLayer, device: torch.device) -> _PoolStep:
+    """A step sent to a device, once for all layers."""
+    steps = _STEPS.setdefault(step, {})
+    if device not in steps:
+        size, pool = layer.formats.keys.page_size, layer.pool
+        units = pool.units(step.block_table)
+        parts = [
+            _pool_part(step, range(first, min(first + QUERIES, step.tokens)), size, units, device)
+            for first in range(0, step.tokens, QUERIES)
+        ]
+        folded, left = (torch.from_numpy(x).to(device) for x in (pool.units_of(step.folded.numpy()), step.left(size)))
+        steps[device] = _PoolStep(parts, folded, left)
+    return steps[device]
+
+
+def _pool_part(step: Step, part: range, size: int, units: NDArray[np.int64], device: torch.device) -> _PoolPart:
+    """The new tokens `part` of a step."""
     chosen, tokens, ints = [], list[int](), _Ints(device)
     for i, (first, count, length, *_) in enumerate(step.rows.tolist()):
         if first < part.stop and first + count > part.start:
@@ -262,43 +292,40 @@ def _attend_some_of_pool(
     first, count = ints.add(begin - part.start for begin in begins), ints.add(counts)
     held = ints.add(pages)
     start, stop = ints.add(t // size * size for t in tokens), ints.add(t + 1 for t in tokens)
-    in_tail, tail_position = ints.add(b % size for b in before), ints.add(b // size * size for b in before)
-    new_first, new_count, new_position = (
-        ints.add(row[0] for row in rows),
-        ints.add(row[1] for row in rows),
-        ints.add(before),
-    )
-    tail, table = ints.add(max(row[3], 0) for row in rows), ints.add(chosen)
+    tail = [ints.add(max(row[3], 0) for row in rows), ints.add(b % size for b in before),
+            ints.add(b // size * size for b in before), start, stop]  # fmt: skip
+    new = [ints.add(row[0] for row in rows), ints.add(row[1] for row in rows), ints.add(before), start, stop]
     ints.send()
-    tails = layer.tail_keys, layer.tail_values
-    slot, at = ints[tail].long(), ints[new_first].long()
-    given = [
-        _Dense(
-            *tails, slot * tails[0].stride(0), slot * tails[1].stride(0), ints[in_tail], ints[tail_position],
-            ints[start], ints[stop], (*tails[0].stride()[1:3], *tails[1].stride()[1:3]),
-        ),
-        _Dense(
-            key, value, at * key.stride(0), at * value.stride(0), ints[new_count], ints[new_position], ints[start],
-            ints[stop], (key.stride(1), key.stride(0), value.stride(1), value.stride(0)),
-        ),
-    ]  # fmt: skip
-    q = (query[part.start : part.stop].float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
-    queries = _Queries(
-        _by_token(q), _by_token(keys.form.rotated_query(q)), ints[first], ints[count], ints[held], ints[start],
-        max(counts), max(pages),
+    return _PoolPart(
+        slice(part.start, part.stop),
+        _Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages)),
+        torch.from_numpy(units[chosen]).int().to(device), _Span(*map(ints.__getitem__, tail)),
+        _Span(*map(ints.__getitem__, new)),
     )  # fmt: skip
-    exact, layout = query.dtype == torch.float32, layer.pool.layout
-    sides = _pooled(keys.form, layer, layout.keys, exact), _pooled(values.form, layer, layout.values, exact)
-    units = units if len(chosen) == len(units) else units[ints[table].long()]
+
+
+def _attend_some_of_pool(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: PagedLayer, part: _PoolPart, *, scaling: float,
+    softcap: float | None, sink_logits: Tensor | None,
+) -> None:  # fmt: skip
+    """Attention of some new tokens of a step, into `out`."""
+    kv_heads, exact, layout = layer.pool.kv_heads, query.dtype == torch.float32, layer.pool.layout
+    keys, values, tails = layer.formats.keys, layer.formats.values, (layer.tail_keys, layer.tail_values)
+    by_token = [(x.stride(0), x.stride(1), x.stride(0)) for x in (key, value)]
+    dense = [
+        _Dense(part.tail, *tails, *(x.stride()[:3] for x in tails)),
+        _Dense(part.new, key, value, *by_token),
+    ]
+    q = (query[part.tokens].float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
     rotated, plain = _attend(
-        queries, sides, (units, units.shape[1]), given, kv_heads=kv_heads, value_dim=values.head_dim,
-        code_dim=values.form.code_dim, softcap=softcap, sink_logits=sink_logits, position=0,
-        mask=NO_MASK,
-        exact=exact,
+        _by_token(q), _by_token(keys.form.rotated_query(q)), part.sequences,
+        (_pooled(keys.form, layer, layout.keys, exact), _pooled(values.form, layer, layout.values, exact)),
+        (part.units, part.units.shape[1]), dense, kv_heads=kv_heads, value_dim=values.head_dim,
+        code_dim=values.form.code_dim, softcap=softcap, sink_logits=sink_logits, position=0, mask=NO_MASK, exact=exact,
     )  # fmt: skip
-    by_head = rotated.view(1, len(part), kv_heads, -1, rotated.shape[-1]).permute(0, 2, 3, 1, 4)
+    by_head = rotated.view(1, len(plain), kv_heads, -1, rotated.shape[-1]).permute(0, 2, 3, 1, 4)
     unrotated = values.form.transform.invert(by_head)[0].permute(2, 0, 1, 3).flatten(1, 2)
-    out[part.start : part.stop] = unrotated + plain.view(unrotated.shape)
+    out[part.tokens] = unrotated + plain.view(unrotated.shape)
 
 
 class _Ints:
@@ -332,28 +359,31 @@ def _by_token(q: Tensor) -> Tensor:
 
 
 def _attend(
-    queries: _Queries, sides: tuple[_Side, _Side] | None, units: tuple[Tensor | None, int], spans: Sequence[_Dense], *,
+    query: Tensor, rotated_query: Tensor, of: _Sequences, sides: tuple[_Side, _Side] | None,
+    units: tuple[Tensor | None, int], spans: Sequence[_Dense], *,
     kv_heads: int, value_dim: int, code_dim: int, softcap: float | None, sink_logits: Tensor | None,
     mask: dict[str, Any], position: int, exact: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What pages give, (tokens, heads, code_dim), and what dense tokens give, (tokens, heads, value_dim)."""
+    """What pages give, (tokens, heads, code_dim), and what dense tokens give, (tokens, heads, value_dim).
+
+    `query` and `rotated_query`: q and q̃, scaled, float32, (tokens, heads, ·).
+    """
     from triton import next_power_of_2
 
     from kvfold.kernels.triton import attend
 
-    tokens, heads, key_dim = queries.plain.shape
-    sequences, repeat, rows = len(queries.first), heads // kv_heads, tokens * heads
-    like = queries.plain
+    tokens, heads, key_dim = query.shape
+    sequences, repeat, rows = len(of.first), heads // kv_heads, tokens * heads
     widest = next_power_of_2(max(key_dim, value_dim, code_dim))
-    block_rows = min(max(next_power_of_2(repeat * queries.most), 16), max(8192 // widest, 16), 64)
-    row_blocks = -(-repeat * queries.most // block_rows)
-    splits = 0 if sides is None else _splits(row_blocks * sequences * kv_heads, queries.most_pages, like.device)
+    block_rows = min(max(next_power_of_2(repeat * of.most), 16), max(8192 // widest, 16), 64)
+    row_blocks = -(-repeat * of.most // block_rows)
+    splits = 0 if sides is None else _splits(row_blocks * sequences * kv_heads, of.most_pages, query.device)
     parts = splits + len(spans)
-    maxima, totals = (like.new_empty(parts, rows) for _ in range(2))
-    rotated = like.new_empty(max(splits, 1), rows, code_dim)
-    plain = like.new_empty(max(len(spans), 1), rows, value_dim)
+    maxima, totals = (query.new_empty(parts, rows) for _ in range(2))
+    rotated = query.new_empty(max(splits, 1), rows, code_dim)
+    plain = query.new_empty(max(len(spans), 1), rows, value_dim)
     common: dict[str, Any] = {
-        "first": queries.first, "count": queries.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
+        "first": of.first, "count": of.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
         "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "EXACT": exact,
         "num_warps": 4 if block_rows == TILE else 8, "num_stages": 1,  # by benchmarks/compile_kernels.py
     }  # fmt: skip
@@ -363,28 +393,33 @@ def _attend(
         wide = exact or keys.shape.groups > 1 or values.shape.groups > 1  # numbers in float32
         block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
         attend.attend_pages[row_blocks, sequences * kv_heads, splits](
-            queries.rotated, maxima, totals, rotated, pages=queries.pages, table=units[0], width=units[1],
-            stop=queries.stop, position=position, **mask, **keys.arguments("k", without="bits"),
-            **values.arguments("v", without="plain"), TOKENS=tokens,
+            rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
+            position=position, **mask,
+            **keys.arguments("k", without="bits"), **values.arguments("v", without="plain"), TOKENS=tokens,
             KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
             PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), **common,
         )  # fmt: skip
     k, v = (max(next_power_of_2(dim), TILE) for dim in (key_dim, value_dim))
-    for i, span in enumerate(spans):
+    for i, dense in enumerate(spans):
+        span = dense.span
         attend.attend_dense[row_blocks, sequences * kv_heads](
-            queries.plain, maxima[splits + i], totals[splits + i], plain[i], key_at=span.key_at,
-            value_at=span.value_at, held=span.held, position=span.position, start=span.start, stop=span.stop, **mask,
-            key=span.key, value=span.value, key_head=span.strides[0], key_token=span.strides[1],
-            value_head=span.strides[2], value_token=span.strides[3], KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            query, maxima[splits + i], totals[splits + i], plain[i], place=span.place, held=span.held,
+            position=span.position, start=span.start, stop=span.stop, **mask,
+            **_named("key", dense.key, dense.key_strides), **_named("value", dense.value, dense.value_strides),
+            KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK=_block(64, max(k, v), 4096), K=k, V=v, **common,
         )  # fmt: skip
-    rotated_out, plain_out = like.new_empty(tokens, heads, code_dim), like.new_empty(tokens, heads, value_dim)
+    rotated_out, plain_out = query.new_empty(tokens, heads, code_dim), query.new_empty(tokens, heads, value_dim)
     attend.combine[(rows,)](
         maxima, totals, rotated, plain, None if sink_logits is None else sink_logits.float().contiguous(), rotated_out,
         plain_out, rows, parts, splits, HEADS=heads, CODE_DIM=code_dim, VALUE_DIM=value_dim,
         C=next_power_of_2(code_dim), V=next_power_of_2(value_dim),
     )  # fmt: skip
     return rotated_out, plain_out
+
+
+def _named(name: str, x: Tensor, strides: Sequence[int]) -> dict[str, Any]:
+    return {name: x} | dict(zip((f"{name}_place", f"{name}_head", f"{name}_token"), strides, strict=True))
 
 
 def _splits(programs: int, pages: int, device: torch.device) -> int:
@@ -466,13 +501,8 @@ def _stored(store: PageStore | StoreView, exact: bool) -> _Side:
 
 def _pooled(form: PageForm, layer: PagedLayer, parts: Sequence[Part], exact: bool) -> _Side:
     """One side of a pool: each part is the pool itself, from where the first page's part is."""
-    pages, page_bytes = layer.pool.pages, layer.pool.page_bytes
-    count = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
-    views = {}
-    for part in parts:
-        size = (count - part.offset) // 4 * 4
-        views[part.name] = torch.as_strided(pages, (size,), (1,), pages.storage_offset() + part.offset).view(part.dtype)
-    strides = {part.name: page_bytes // part.dtype.itemsize for part in parts}
+    whole = {part.name: layer.pool.elements(part) for part in parts}
+    views, strides = ({name: x for name, (x, _) in whole.items()}, {name: by for name, (_, by) in whole.items()})
     return _side(form, views, {part.name: part.shape[-1] for part in parts if part.shape}, strides, exact)
 
 

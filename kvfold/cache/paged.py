@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.cache.rows import LOOKED_AT_ONCE
 from kvfold.formats import Format, FormatPair
 from kvfold.formats.base import Window, require_finite
 from kvfold.formats.page import Pages
+from kvfold.kernels.places import Places
 from kvfold.quant.finite import finite
 from kvfold.quant.packing import TILE
 
@@ -149,9 +149,35 @@ class PagePool:
 
     def page_at(self, block_table: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bytes from the first page to each page of sequences: (sequences, blocks) → (sequences, pages)."""
-        first = block_table.astype(np.int64)[..., None] * self.block_bytes
-        at = first + np.arange(self.pages_a_block) * (self.page_bytes * self.kv_heads)
-        return at.reshape(len(block_table), -1)
+        return self._at(block_table[..., None], np.arange(self.pages_a_block)).reshape(len(block_table), -1)
+
+    def _at(self, block: NDArray[np.integer], page: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Bytes from the first page to pages of blocks."""
+        return block.astype(np.int64) * self.block_bytes + page * (self.page_bytes * self.kv_heads)
+
+    def units(self, block_table: NDArray[np.integer]) -> NDArray[np.int64]:
+        """`page_at` in steps of a page of one head, which GPU kernels count in.
+
+        Raises
+        ------
+        ValueError
+            If blocks do not lie whole such steps apart.
+        """
+        if self.block_bytes % self.page_bytes:
+            raise ValueError(
+                f"blocks lie {self.block_bytes} bytes apart: GPU kernels want multiples of {self.page_bytes}"
+            )
+        return self.page_at(block_table) // self.page_bytes
+
+    def units_of(self, pages: NDArray[np.integer]) -> NDArray[np.int64]:
+        """`units` of pages by their numbers: (pages)."""
+        return self._at(pages // self.pages_a_block, pages % self.pages_a_block) // self.page_bytes
+
+    def elements(self, part: Part) -> tuple[Tensor, int]:
+        """All of the pool from the first page's `part` on, in its dtype; and how many elements a unit has."""
+        count = (self.pages.shape[0] - 1) * self.block_bytes + self.pages[0].numel() - part.offset
+        whole = torch.as_strided(self.pages, (count // 4 * 4,), (1,), self.pages.storage_offset() + part.offset)
+        return whole.view(part.dtype), self.page_bytes // part.dtype.itemsize
 
     def write(self, pages: Tensor, folded: tuple[Pages, Pages]) -> None:
         """Store keys and values, (1, kv_heads, N, …), as the pages numbered `pages`, int64, (N,)."""
@@ -161,9 +187,6 @@ class PagePool:
                 tensor = getattr(side, part.name)[0].transpose(0, 1).reshape(len(pages), self.kv_heads, -1)
                 own = slice(part.offset, part.offset + part.nbytes)
                 whole[..., own] = tensor.contiguous().view(torch.uint8)
-        if self.pages.device.type != "cpu":
-            self.pages[pages // self.pages_a_block, pages % self.pages_a_block] = whole
-            return
         for page, new in zip(pages.tolist(), whole, strict=True):  # to index by tensors wakes all threads, even for few
             self.pages[page // self.pages_a_block, page % self.pages_a_block] = new
 
@@ -285,6 +308,15 @@ class Step:
     folded: Tensor
     tokens: int
 
+    def left(self, page_size: int) -> NDArray[np.int64]:
+        """New tokens that stay in unfinished pages, (3, tokens): slot, place in the page, place in the batch."""
+        parts = [np.empty((3, 0), dtype=np.int64)]
+        for first, count, length, _, slot in self.rows.tolist():
+            start = max(length // page_size * page_size, length - count)
+            at = np.arange(start, length if slot >= 0 else start)
+            parts.append(np.stack((np.full_like(at, slot), at % page_size, at + first + count - length)))
+        return np.concatenate(parts, axis=1)
+
 
 def plan(
     starts: Sequence[int], lengths: Sequence[int], block_table: NDArray[np.integer], slots: Slots, pages_a_block: int,
@@ -381,40 +413,50 @@ class PagedLayer:
         Raises
         ------
         ValueError
-            If a page holds a NaN or an infinity, or a scale leaves float16's range; on a GPU nobody waits to
-            see that, and attention over such a page gives NaN.
+            If a page holds a NaN or an infinity, or a scale leaves float16's range.
         """
         if not step.foldings:
             return
         folded = []
-        sides = ((self.formats.keys, self.tail_keys, key), (self.formats.values, self.tail_values, value))
-        for fmt, tails, new in sides:
-            parts = []
-            for folding in step.foldings:
-                own = new[folding.first : folding.first + folding.count].transpose(0, 1)
-                if folding.held:
-                    own = torch.cat((tails[folding.slot, :, : folding.held], own), 1)
-                parts.append(own)
-            x = torch.cat(parts, 1)[None]
-            look = x.device.type in LOOKED_AT_ONCE
-            if look and not finite(x):
+        for fmt, x in zip((self.formats.keys, self.formats.values), self._full(step, key, value), strict=True):
+            if not finite(x):
                 raise ValueError(
                     "a key or value is NaN or infinite: the model's own computation broke before the cache"
                 )
-            pages = fmt.fold_from(x)
-            if look:
-                require_finite(pages)
-            folded.append(pages)
+            folded.append(fmt.fold_from(x))
+            require_finite(folded[-1])
         self.pool.write(step.folded, (folded[0], folded[1]))
 
-    def keep_tails(self, step: Step, key: Tensor, value: Tensor) -> None:
-        """Copy what new tokens leave of unfinished pages into their slots, after attention has read them."""
-        size = self.formats.keys.page_size
-        for first, count, length, _, slot in step.rows.tolist():
-            if slot < 0:
-                continue
-            start = max(length // size * size, length - count)
-            own = slice(first + start - (length - count), first + count)
-            at = slice(start % size, start % size + length - start)
-            self.tail_keys[slot, :, at] = key[own].transpose(0, 1)
-            self.tail_values[slot, :, at] = value[own].transpose(0, 1)
+    def fold_in_place(self, step: Step, units: Tensor, key: Tensor, value: Tensor) -> None:
+        """`fold` by GPU kernels, straight into the pool.
+
+        Nobody waits to see a NaN, an infinity or a scale beyond float16: attention over such a page gives NaN.
+
+        Parameters
+        ----------
+        units
+            `PagePool.units_of` the pages that become full.
+        """
+        if not step.foldings:
+            return
+        layout, pair = self.pool.layout, (self.formats.keys, self.formats.values)
+        for fmt, parts, x in zip(pair, (layout.keys, layout.values), self._full(step, key, value), strict=True):
+            fmt.fold_into(x, Places({part.name: self.pool.elements(part) for part in parts}, units))
+
+    def _full(self, step: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all pages that become full, (1, kv_heads, tokens, dim)."""
+        sides = []
+        for tails, new in ((self.tail_keys, key), (self.tail_values, value)):
+            parts = []
+            for folding in step.foldings:
+                if folding.held:
+                    parts.append(tails[folding.slot, :, : folding.held])
+                parts.append(new[folding.first : folding.first + folding.count].transpose(0, 1))
+            sides.append(torch.cat(parts, 1)[None])
+        return sides[0], sides[1]
+
+    def keep_tails(self, left: Tensor, key: Tensor, value: Tensor) -> None:
+        """Copy what new tokens leave of unfinished pages (`Step.left`) into their slots, after attention has read."""
+        slot, at, token = left
+        self.tail_keys[slot, :, at] = key[token]
+        self.tail_values[slot, :, at] = value[token]

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.statistics import KeyStatistics
+from kvfold.kernels.places import Places
 from kvfold.quant.finite import finite
 from kvfold.quant.packing import TILE, Lanes
 
@@ -167,6 +168,19 @@ class Format(ABC):
         pages = self.form.pack(pad_tokens(self.encode_at(x, position), slot, after).paged(self.page_size))
         pages.first = position - slot
         return pages
+
+    def fold_into(self, x: Tensor, places: Places) -> None:
+        """Fold whole pages by GPU kernels, each part to its place.
+
+        Parameters
+        ----------
+        x
+            Floating point, (1, heads, tokens, head_dim).
+        places
+            Where each page goes.
+        """
+        for name, tensor in self.fold_from(x).tensors():
+            places.store(name, tensor)
 
     def fold(self, x: Tensor, position: int = 0) -> Pages:
         """Fold vectors into pages.

@@ -10,6 +10,7 @@ from kvfold.formats.ordered import Ordered
 from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels import ops
+from kvfold.kernels.places import Places
 from kvfold.quant import affine
 from kvfold.quant.codebooks import flat_levels, on_grid
 from kvfold.quant.packing import TILE, padded
@@ -75,6 +76,11 @@ class Channelwise(Ordered):
             x, self.order, self.form.lut, list(self._bits), SCALES, self.lanes, self.page_size
         )
         return Pages(code, centre=centre, channel_scale=scale, tokens=x.shape[-2])
+
+    def fold_into(self, x: Tensor, places: Places) -> None:
+        from kvfold.kernels.triton import fold
+
+        fold.fold_channelwise_into(x, self.order, self.form.lut, self._bits, SCALES, self.lanes, self.page_size, places)
 
 
 @cache

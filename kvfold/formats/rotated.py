@@ -10,6 +10,7 @@ from torch import Tensor
 from kvfold.formats.base import Format
 from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table, uniform_bits
 from kvfold.kernels import ops
+from kvfold.kernels.places import Places
 from kvfold.quant import rotated
 from kvfold.quant.codebooks import on_grid, sphere_levels
 from kvfold.quant.rotated import RotatedCode
@@ -59,3 +60,8 @@ class Rotated(Format):
         )
         tokens = code.shape[-2] * self.page_size
         return Pages(code, scale.unsqueeze(-1), centre=centre if self.centred else None, tokens=tokens)
+
+    def fold_into(self, x: Tensor, places: Places) -> None:
+        from kvfold.kernels.triton import fold
+
+        fold.fold_rotated_into(x, self._code(x.device), self.lanes, self.page_size, 0, places)

@@ -112,9 +112,9 @@ def attend_pages(
 @triton.jit(do_not_specialize=["mask_columns", "mask_sequence", "mask_head", "mask_query"])
 def attend_dense(
     query, maxima, totals, sums,
-    first, count, key_at, value_at, held, position, start, stop,
+    first, count, place, held, position, start, stop,
     mask, mask_sequence, mask_head, mask_query, mask_columns,
-    key, value, key_head, key_token, value_head, value_token,
+    key, value, key_place, key_head, key_token, value_place, value_head, value_token,
     softcap,
     HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -122,8 +122,9 @@ def attend_dense(
 ):  # fmt: skip
     """Softmax states of queries over dense tokens at consecutive positions.
 
-    query: scaled, (tokens, heads, key_dim). Of each sequence: key_at, value_at, where its tokens begin, in elements;
-    held, how many they are; position, that of the first. Of each new token: start and stop of what it reads, positions.
+    query: scaled, (tokens, heads, key_dim). Of each sequence: place, where its tokens begin, in steps of key_place and
+    value_place elements; held, how many they are; position, that of the first. Of each new token: start and stop of
+    what it reads, positions.
     """
     KV_HEADS: tl.constexpr = HEADS // REPEAT
     sequence, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -138,8 +139,9 @@ def attend_dense(
     low = tl.load(start + new, mask=live, other=2**30) - origin
     high = tl.minimum(tl.load(stop + new, mask=live, other=0) - origin, tl.load(held + sequence))
     begin = tl.maximum(tl.min(low, 0), 0) // BLOCK * BLOCK
-    key += tl.load(key_at + sequence) + kv_head * key_head
-    value += tl.load(value_at + sequence) + kv_head * value_head
+    at_place = tl.load(place + sequence).to(tl.int64)
+    key += at_place * key_place + kv_head * key_head
+    value += at_place * value_place + kv_head * value_head
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, V], tl.float32)
     for block in range(begin, tl.max(high, 0), BLOCK):

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.ops import check_channelwise, heads_of, order_of_heads
+from kvfold.kernels.places import Places
 from kvfold.kernels.triton import on_its_device
 from kvfold.kernels.triton.codes import store_codes
 from kvfold.quant.packing import TILE, Lanes, code_bytes, padded
@@ -48,12 +49,12 @@ def pack(codes: Tensor, bits: Sequence[int], lanes: Lanes) -> Tensor:
     if pages:
         _pack[pages, page_size // TILE](
             codes, packed, bits_table(tuple(bits), codes.device), packed.shape[-1], DIM=dim,
-            CHANNELS=triton.next_power_of_2(padded(dim)), **_places(bits, lanes, page_size),
+            CHANNELS=triton.next_power_of_2(padded(dim)), **_compiled_for(bits, lanes, page_size),
         )  # fmt: skip
     return packed
 
 
-def _places(bits: Sequence[int], lanes: Lanes, page_size: int) -> dict[str, Any]:
+def _compiled_for(bits: Sequence[int], lanes: Lanes, page_size: int) -> dict[str, Any]:
     """What `store_codes` is compiled for."""
     return {"PAGE_SIZE": page_size, "TILES": len(bits), "ALL_BITS": sum(bits), "PLANES": reduce(or_, bits),
             "TOKEN_LANES": lanes == "tokens"}  # fmt: skip
@@ -80,10 +81,21 @@ def _rotated(x, matrix, at, there, by_token, channel, IN: tl.constexpr, DIM: tl.
     return y
 
 
-@triton.jit(do_not_specialize=["slot", "tokens", "pages", "heads", "by_row", "by_head", "page_bytes"])
+@triton.jit
+def _unit(units, page, row, number):
+    """Where a page of a head lies among all: as programs come, or beside the first head's."""
+    if units is None:
+        return page
+    else:  # the compiler goes on after a return
+        return tl.load(units + number) + row
+
+
+@triton.jit(
+    do_not_specialize=["slot", "tokens", "pages", "heads", "by_row", "by_head", "by_code", "by_scale", "by_centre"]
+)
 def _fold_rotated(
-    x, matrix, edges, levels, bits_of, code, scale, centre, slot, tokens, pages, heads, by_row, by_head, by_token,
-    page_bytes,
+    x, matrix, edges, levels, bits_of, units, code, scale, centre, by_code, by_scale, by_centre,
+    slot, tokens, pages, heads, by_row, by_head, by_token,
     IN: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, RULE: tl.constexpr, CENTRED: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
@@ -92,6 +104,7 @@ def _fold_rotated(
     """One page of tokens of one head, which begin at `slot` of their first page; `kvfold.quant.rotated.encode`."""
     page = tl.program_id(0).to(tl.int64)
     row, number = page // pages, page % pages
+    unit = _unit(units, page, row, number)
     x += row // heads * by_row + row % heads * by_head
     channel, offset = tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
     real = (channel < DIM)[None, :]
@@ -101,7 +114,7 @@ def _fold_rotated(
             at = number * PAGE_SIZE + block + offset
             middle += tl.sum(_rotated(x, matrix, at, at >= 0, by_token, channel, IN, DIM, STEP), 0)
         stored = (middle / PAGE_SIZE).to(tl.float16)
-        tl.store(centre + page * DIM + channel, stored, mask=channel < DIM)
+        tl.store(centre + unit * by_centre + channel, stored, mask=channel < DIM)
         middle = stored.to(tl.float32)  # from the centre as stored
     for block in range(0, PAGE_SIZE, BLOCK):
         own = block + offset
@@ -110,11 +123,11 @@ def _fold_rotated(
         v = _rotated(x, matrix, at, there, by_token, channel, IN, DIM, STEP)
         v = tl.where(there[:, None] & real, v - middle[None, :], 0.0)
         square = tl.sum(v * v, 1)
-        unit = v / tl.maximum(tl.sqrt(square), 1.1754943508222875e-38)[:, None]
+        direction = v / tl.maximum(tl.sqrt(square), 1.1754943508222875e-38)[:, None]
         found = tl.zeros([BLOCK, CHANNELS], tl.int32)
         for i in tl.static_range(BITS):  # how many edges are below
             half = 2 ** (BITS - 1 - i)
-            found += tl.where(unit > tl.load(edges + found + half - 1), half, 0)
+            found += tl.where(direction > tl.load(edges + found + half - 1), half, 0)
         level = tl.where(real, tl.load(levels + found), 0.0)
         product, length = tl.sum(v * level, 1), tl.sum(level * level, 1)
         if RULE == "raw":
@@ -127,40 +140,49 @@ def _fold_rotated(
             else:
                 above, below = square, product
             s = tl.where((above != 0) & (below != 0), above / tl.where(below != 0, below, 1.0), 0.0)
-        tl.store(scale + page * PAGE_SIZE + own, tl.where(there, s, 0.0).to(tl.float16))
+        tl.store(scale + unit * by_scale + own, tl.where(there, s, 0.0).to(tl.float16))
         found = tl.where(there[:, None] & real, found, 0)
-        store_codes(code + page * page_bytes, found, block // 16, 0, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES,
+        store_codes(code + unit * by_code, found, block // 16, 0, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES,
                     TOKEN_LANES)  # fmt: skip
 
 
-@on_its_device
 def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int) -> tuple[Tensor, Tensor, Tensor]:
     """`kvfold.kernels.ops.fold_rotated`: packed codes, scales, and centres if there are any."""
-    assert how.rule in SCALE_RULES
-    matrix, levels = on(x.device, how.transform.matrix), on(x.device, how.levels)
-    dim, bits = matrix.shape[0], (how.bits,) * (padded(matrix.shape[0]) // TILE)
-    lead, flat = x.shape[:-2], heads_of(x)
-    tokens = x.shape[-2]
-    pages = -(-(slot + tokens) // page_size)
-    code = x.new_empty((*lead, pages, code_bytes(page_size, bits)), dtype=torch.uint8)
-    scale = x.new_empty((*lead, pages, page_size), dtype=torch.float16)
-    centre = x.new_empty((*lead, pages, dim) if how.centred else (0,), dtype=torch.float16)
-    channels = triton.next_power_of_2(padded(dim))
-    if scale.numel():
-        _fold_rotated[(scale.shape[:-1].numel(),)](
-            flat, matrix, 0.5 * (levels[1:] + levels[:-1]), levels, bits_table(bits, x.device), code, scale, centre,
-            slot, tokens, pages, flat.shape[1], *flat.stride()[:3], code.shape[-1], IN=matrix.shape[1], DIM=dim,
-            BITS=how.bits, RULE=how.rule, CENTRED=how.centred, CHANNELS=channels,
-            BLOCK=min(page_size & -page_size, max(4096 // channels, TILE), 64), STEP=TILE,
-            **_places(bits, lanes, page_size),
-        )  # fmt: skip
+    dim = how.transform.matrix.shape[0]
+    lead = (*x.shape[:-2], -(-(slot + x.shape[-2]) // page_size))
+    code = x.new_empty((*lead, code_bytes(page_size, (how.bits,) * (padded(dim) // TILE))), dtype=torch.uint8)
+    scale = x.new_empty((*lead, page_size), dtype=torch.float16)
+    centre = x.new_empty((*lead, dim) if how.centred else (0,), dtype=torch.float16)
+    parts = {"code": (code, code.shape[-1]), "scale": (scale, page_size), "centre": (centre, dim)}
+    fold_rotated_into(x, how, lanes, page_size, slot, Places(parts))
     return code, scale, centre
 
 
-@triton.jit(do_not_specialize=["pages", "heads", "by_row", "by_head", "order_row", "order_head", "page_bytes"])
+@on_its_device
+def fold_rotated_into(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int, places: Places) -> None:
+    """`fold_rotated`, each part to its place."""
+    assert how.rule in SCALE_RULES
+    matrix, levels = on(x.device, how.transform.matrix), on(x.device, how.levels)
+    dim, flat, tokens = matrix.shape[0], heads_of(x), x.shape[-2]
+    bits, pages = (how.bits,) * (padded(dim) // TILE), -(-(slot + tokens) // page_size)
+    (code, by_code), (scale, by_scale), (centre, by_centre) = map(places.of, ("code", "scale", "centre"))
+    channels = triton.next_power_of_2(padded(dim))
+    if flat.numel():
+        _fold_rotated[(x.shape[:-2].numel() * pages,)](
+            flat, matrix, 0.5 * (levels[1:] + levels[:-1]), levels, bits_table(bits, x.device), places.units,
+            code, scale, centre, by_code, by_scale, by_centre, slot, tokens, pages, flat.shape[1], *flat.stride()[:3],
+            IN=matrix.shape[1], DIM=dim, BITS=how.bits, RULE=how.rule, CENTRED=how.centred, CHANNELS=channels,
+            BLOCK=min(page_size & -page_size, max(4096 // channels, TILE), 64), STEP=TILE,
+            **_compiled_for(bits, lanes, page_size),
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["pages", "heads", "by_row", "by_head", "order_row", "order_head", "by_code", "by_channel"]
+)
 def _fold_channelwise(
-    x, order, lut, bits_of, code, centre, scale, pages, heads, by_row, by_head, by_token, order_row, order_head,
-    page_bytes,
+    x, order, lut, bits_of, units, code, centre, scale, by_code, by_channel,
+    pages, heads, by_row, by_head, by_token, order_row, order_head,
     DIM: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
     TOKEN_LANES: tl.constexpr,
@@ -168,6 +190,7 @@ def _fold_channelwise(
     """One group of 16 channels of a page; `kvfold.quant.affine.encode`."""
     page, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, number = page // pages, page % pages
+    place = _unit(units, page, row, number)
     token, channel = tl.arange(0, TOKENS)[:, None], group * 16 + tl.arange(0, 16)
     real, source = channel < DIM, channel
     held = (token < PAGE_SIZE) & (channel >= 0)[None, :]
@@ -208,27 +231,39 @@ def _fold_channelwise(
             tl.where(better, s, best_scale),
         )
         best_code = tl.where(better[None, :], found, best_code)
-    tl.store(centre + page * DIM + channel, best_centre.to(tl.float16), mask=real)
-    tl.store(scale + page * DIM + channel, best_scale.to(tl.float16), mask=real)
+    tl.store(centre + place * by_channel + channel, best_centre.to(tl.float16), mask=real)
+    tl.store(scale + place * by_channel + channel, best_scale.to(tl.float16), mask=real)
     best_code = tl.where(there, best_code, 0)
-    store_codes(code + page * page_bytes, best_code, 0, group, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES, TOKEN_LANES)
+    store_codes(code + place * by_code, best_code, 0, group, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES, TOKEN_LANES)
 
 
-@on_its_device
 def fold_channelwise(
     x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, lanes: Lanes, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kvfold.kernels.ops.fold_channelwise`: packed codes, centres and scales."""
     check_channelwise(x, order, lut, bits, steps, page_size)
-    dim, lead, flat, lut = x.shape[-1], x.shape[:-2], heads_of(x), on(x.device, lut)
-    pages = x.shape[-2] // page_size
-    code = x.new_empty((*lead, pages, code_bytes(page_size, bits)), dtype=torch.uint8)
-    centre, scale = (x.new_empty((*lead, pages, dim), dtype=torch.float16) for _ in range(2))
-    order, *order_strides = order_of_heads(None if order is None else on(x.device, order), flat)
-    if centre.numel():
-        _fold_channelwise[centre.shape[:-1].numel(), len(bits)](
-            flat, order, lut, bits_table(tuple(bits), x.device), code, centre, scale, pages, flat.shape[1],
-            *flat.stride()[:3], *order_strides, code.shape[-1], DIM=dim, LEVELS=lut.shape[1], STEPS=steps,
-            TOKENS=triton.next_power_of_2(page_size), **_places(bits, lanes, page_size),
-        )  # fmt: skip
+    dim, lead = x.shape[-1], (*x.shape[:-2], x.shape[-2] // page_size)
+    code = x.new_empty((*lead, code_bytes(page_size, bits)), dtype=torch.uint8)
+    centre, scale = (x.new_empty((*lead, dim), dtype=torch.float16) for _ in range(2))
+    parts = {"code": (code, code.shape[-1]), "centre": (centre, dim), "channel_scale": (scale, dim)}
+    fold_channelwise_into(x, order, lut, bits, steps, lanes, page_size, Places(parts))
     return code, centre, scale
+
+
+@on_its_device
+def fold_channelwise_into(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, lanes: Lanes, page_size: int,
+    places: Places,
+) -> None:  # fmt: skip
+    """`fold_channelwise`, each part to its place."""
+    check_channelwise(x, order, lut, bits, steps, page_size)
+    flat, pages, lut = heads_of(x), x.shape[-2] // page_size, on(x.device, lut)
+    (code, by_code), (centre, by_channel), (scale, _) = map(places.of, ("code", "centre", "channel_scale"))
+    order, *order_strides = order_of_heads(None if order is None else on(x.device, order), flat)
+    if flat.numel():
+        _fold_channelwise[x.shape[:-2].numel() * pages, len(bits)](
+            flat, order, lut, bits_table(tuple(bits), x.device), places.units, code, centre, scale, by_code,
+            by_channel, pages, flat.shape[1], *flat.stride()[:3], *order_strides, DIM=x.shape[-1],
+            LEVELS=lut.shape[1], STEPS=steps, TOKENS=triton.next_power_of_2(page_size),
+            **_compiled_for(bits, lanes, page_size),
+        )  # fmt: skip
