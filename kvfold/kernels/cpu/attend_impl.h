@@ -12,6 +12,8 @@ namespace {
 
 constexpr std::size_t kBlocksAThread = 24;  // less work than this is not worth waking a thread
 constexpr std::size_t kPiece = 16;          // blocks of a context that one thread reads at a time for few queries
+constexpr std::size_t kPages = 4;           // pages whose softmax is taken together …
+constexpr std::size_t kScores = 4096;       // … unless that is more scores than stay near
 
 // Softmax state of a block of query rows.
 struct State {
@@ -36,17 +38,19 @@ class Worker {
  public:
   Worker(const Attention& job, std::size_t most_rows)
       : job_(job),
-        key_page_(job.keys, Layout::channels_first),
-        value_page_(job.values, Layout::tokens_first),
+        key_pages_{{job.keys, Layout::channels_first}, {job.keys, Layout::channels_first},
+                   {job.keys, Layout::channels_first}, {job.keys, Layout::channels_first}},
+        value_pages_{{job.values, Layout::tokens_first}, {job.values, Layout::tokens_first},
+                     {job.values, Layout::tokens_first}, {job.values, Layout::tokens_first}},
         key_width_(job.keys.shape.head_dim + job.keys.plain_dim),
         rotated_width_(padded(job.values.shape.head_dim)),
         plain_width_(padded(job.value_dim)),
         size_(job.keys.shape.page_size),
-        scores_(most_rows * std::max(size_, kDenseBlock))
+        scores_(std::max(most_rows * std::max(size_, kDenseBlock), kScores))
 #ifdef __AVX512VNNI__
         ,
-        integer_keys_(key_page_),
-        integer_values_(value_page_)
+        integer_keys_(job.keys),
+        integer_values_(job.values)
 #endif
   {
   }
@@ -54,16 +58,22 @@ class Worker {
   // `query` and `rotated_query` are those of the rows, scaled.
   void run(State& state, const Unit& unit, const float* query, const float* rotated_query, std::size_t block_begin,
            std::size_t block_end) {
-    sequence_ = unit.sequence, head_ = unit.head, first_ = unit.first, count_ = unit.count;
-    for (std::size_t r = 0; r < count_; ++r) query_[r] = (first_ + r) % sequence_->queries;
+    if (&unit != unit_) {  // pieces of one unit often follow each other
+      unit_ = &unit, sequence_ = unit.sequence, head_ = unit.head, first_ = unit.first, count_ = unit.count;
+      for (std::size_t r = 0; r < count_; ++r) query_[r] = (first_ + r) % sequence_->queries;
 #ifdef __AVX512VNNI__
-    if (integer_keys_.fits() && block_begin < sequence_->pages) integer_keys_.prepare(rotated_query, count_);
+      if (integer_keys_.fits() && sequence_->pages) integer_keys_.prepare(rotated_query, count_, at_once());
 #endif
+    }
     for (std::size_t block = block_begin; block < block_end; ++block) {
       if (block < sequence_->pages) {
-        const std::int64_t start = job_.pages_first + static_cast<std::int64_t>(block * size_);
-        if (!visible(start, static_cast<std::int64_t>(size_), nullptr, sequence_->folded_stop)) continue;
-        read_page(state, rotated_query, block, start);
+        const std::size_t pages = std::min({at_once(), sequence_->pages - block, block_end - block});
+        const auto start = [&](std::size_t page) { return job_.pages_first + static_cast<std::int64_t>((block + page) * size_); };
+        std::size_t seen = 0;
+        while (seen < pages && visible(start(seen), static_cast<std::int64_t>(size_), nullptr, sequence_->folded_stop)) ++seen;
+        if (!seen) continue;
+        read_pages(state, rotated_query, block, seen, start(0));
+        block += seen - 1;
       } else {
         std::size_t rest = block - sequence_->pages, at = 0;
         while (rest >= blocks(sequence_->spans[at])) rest -= blocks(sequence_->spans[at++]);
@@ -111,30 +121,58 @@ class Worker {
                                                              std::min(kLanes, job_.value_dim - c)));
   }
 
-  // Reads a folded page into the state: either side in integers, if its codes fit them.
-  void read_page(State& state, const float* rotated_query, std::size_t page, std::int64_t start) {
-    float* scores = scores_.data();
-    const std::uint8_t* code = key_page_.find(*sequence_, head_, page);
+  // How many pages are read together, so that what each takes to be ready is hidden behind the others.
+  std::size_t at_once() const { return std::clamp<std::size_t>(kScores / (count_ * size_), 1, kPages); }
+
+  // Reads folded pages into the state: either side in integers, if its codes fit them.
+  void read_pages(State& state, const float* rotated_query, std::size_t first, std::size_t pages, std::int64_t start) {
+    const std::size_t tokens = pages * size_;
+    read_keys(rotated_query, first, pages, tokens);
+    weigh(state, tokens, start, tokens, tokens, nullptr, sequence_->folded_stop);
+    read_values(state.rotated.data(), first, pages, tokens);
+  }
+
+  void read_keys(const float* rotated_query, std::size_t first, std::size_t pages, std::size_t stride) {
 #ifdef __AVX512VNNI__
     if (integer_keys_.fits()) {
-      integer_keys_.scores(code, count_, scores);
-    } else
-#endif
-    {
-      key_page_.unfold(code);
-      multiply<false>(count_, key_width_, size_, rotated_query, key_width_, key_page_.data(), size_, scores, size_);
-    }
-    code = value_page_.find(*sequence_, head_, page);
-    for (std::size_t r = 0; r < count_; ++r) weigh(state, r, scores + r * size_, start, size_, size_, nullptr, sequence_->folded_stop);
-    float* sums = state.rotated.data();
-#ifdef __AVX512VNNI__
-    if (integer_values_.fits()) {
-      integer_values_.add(code, count_, scores, sums);
+      const std::uint8_t* codes[kPages];
+      for (std::size_t page = 0; page < pages; ++page) {
+        codes[page] = key_pages_[page].find(*sequence_, head_, first + page);
+        integer_keys_.prepare_page(page, key_pages_[page], count_);
+      }
+      for (std::size_t page = 0; page < pages; ++page)
+        integer_keys_.scores(page, key_pages_[page], codes[page], count_, scores_.data() + page * size_, stride);
       return;
     }
 #endif
-    value_page_.unfold(code);
-    multiply<true>(count_, size_, rotated_width_, scores, size_, value_page_.data(), rotated_width_, sums, rotated_width_);
+    for (std::size_t page = 0; page < pages; ++page) {
+      Page& keys = key_pages_[0];
+      keys.unfold(keys.find(*sequence_, head_, first + page));
+      multiply<false>(count_, key_width_, size_, rotated_query, key_width_, keys.data(), size_,
+                      scores_.data() + page * size_, stride);
+    }
+  }
+
+  void read_values(float* sums, std::size_t first, std::size_t pages, std::size_t stride) {
+#ifdef __AVX512VNNI__
+    if (integer_values_.fits()) {
+      const std::uint8_t* codes[kPages];
+      integer_values_.expect(count_, pages);
+      for (std::size_t page = 0; page < pages; ++page) {
+        codes[page] = value_pages_[page].find(*sequence_, head_, first + page);
+        integer_values_.prepare(page, value_pages_[page], count_, scores_.data() + page * size_, stride);
+      }
+      for (std::size_t page = 0; page < pages; ++page)
+        integer_values_.add(page, value_pages_[page], codes[page], count_, sums);
+      return;
+    }
+#endif
+    for (std::size_t page = 0; page < pages; ++page) {
+      Page& values = value_pages_[0];
+      values.unfold(values.find(*sequence_, head_, first + page));
+      multiply<true>(count_, size_, rotated_width_, scores_.data() + page * size_, stride, values.data(), rotated_width_,
+                     sums, rotated_width_);
+    }
   }
 
   // Reads the dense keys and values that were unpacked last.
@@ -142,15 +180,48 @@ class Worker {
     float* scores = scores_.data();
     const std::size_t width = padded(tokens);
     multiply<false>(count_, job_.key_dim, width, query, job_.key_dim, dense_key_.data(), kDenseBlock, scores, kDenseBlock);
-    for (std::size_t r = 0; r < count_; ++r)
-      weigh(state, r, scores + r * kDenseBlock, start, tokens, width, span.start, span.stop);
+    weigh(state, kDenseBlock, start, tokens, width, span.start, span.stop);
     multiply<true>(count_, tokens, plain_width_, scores, kDenseBlock, dense_value_.data(), plain_width_,
                    state.plain.data(), plain_width_);
   }
 
-  // Scores of one row to unnormalised probabilities, in place; older sums are rescaled to match.
-  void weigh(State& state, std::size_t r, float* scores, std::int64_t start, std::size_t tokens, std::size_t stride,
-             const std::int64_t* starts, const std::int64_t* stops) const {
+  // Scores, `stride` apart from row to row, to unnormalised probabilities, in place; older sums are rescaled to match.
+  void weigh(State& state, std::size_t stride, std::int64_t start, std::size_t tokens, std::size_t width,
+             const std::int64_t* starts, const std::int64_t* stops) {
+    in_blocks(count_, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t first) {
+      float* scores = scores_.data() + first * stride;
+      for (std::size_t i = 0; i < Rows; ++i) hide(first + i, scores + i * stride, start, tokens, width, starts, stops);
+      Vec most[Rows];
+      for (std::size_t i = 0; i < Rows; ++i) most[i] = all(state.maximum[first + i]);
+      for (std::size_t t = 0; t < width; t += kLanes)
+        for (std::size_t i = 0; i < Rows; ++i) {
+          const Vec s = load(scores + i * stride + t);
+          most[i] = s > most[i] ? s : most[i];
+        }
+      float finite[Rows];
+      for (std::size_t i = 0; i < Rows; ++i) {
+        const float before = state.maximum[first + i], maximum = largest(most[i]);
+        finite[i] = maximum == kNever ? 0.0f : maximum;
+        if (maximum > before) rescale(state, first + i, before == kNever ? 0.0f : std::exp(before - maximum));
+        state.maximum[first + i] = maximum;
+      }
+      Vec total[Rows] = {};
+      for (std::size_t t = 0; t < width; t += kLanes)
+        for (std::size_t i = 0; i < Rows; ++i) {
+          const Vec p = exp_vec(load(scores + i * stride + t) - finite[i]);
+          store(scores + i * stride + t, p);
+          total[i] += p;
+        }
+      for (std::size_t i = 0; i < Rows; ++i) {
+        float* to = &state.total[(first + i) * kLanes];
+        store(to, load(to) + total[i]);
+      }
+    });
+  }
+
+  // Scores of row r as softmax takes them: soft-capped, and -∞ where the row may not look or no token is.
+  void hide(std::size_t r, float* scores, std::int64_t start, std::size_t tokens, std::size_t width,
+            const std::int64_t* starts, const std::int64_t* stops) const {
     const std::size_t q = query_[r];
     if (job_.softcap != 0.0f)
       for (std::size_t t = 0; t < tokens; ++t) scores[t] = job_.softcap * std::tanh(scores[t] / job_.softcap);
@@ -159,59 +230,38 @@ class Worker {
     };
     const std::size_t low = starts ? clamp(starts[q]) : 0, high = clamp(stops[q]);
     for (std::size_t t = 0; t < low; ++t) scores[t] = kNever;
-    for (std::size_t t = high; t < stride; ++t) scores[t] = kNever;
-    if (job_.mask) {
-      const std::size_t head = head_ * job_.repeat + (first_ + r) / sequence_->queries;
-      const std::uint8_t* mask = job_.mask + sequence_->row * job_.mask_batch + head * job_.mask_head + q * job_.mask_query;
-      for (std::size_t t = 0; t < stride; t += kLanes) {
-        const std::int64_t left = job_.mask_columns - (start + static_cast<std::int64_t>(t));
-        Flags flags{};
-        if (left > 0) std::memcpy(&flags, mask + start + t, std::min<std::size_t>(kLanes, static_cast<std::size_t>(left)));
-        store(scores + t, __builtin_convertvector(flags, Ints) != 0 ? load(scores + t) : all(kNever));
-      }
+    for (std::size_t t = high; t < width; ++t) scores[t] = kNever;
+    if (!job_.mask) return;
+    const std::size_t head = head_ * job_.repeat + (first_ + r) / sequence_->queries;
+    const std::uint8_t* mask = job_.mask + sequence_->row * job_.mask_batch + head * job_.mask_head + q * job_.mask_query;
+    for (std::size_t t = 0; t < width; t += kLanes) {
+      const std::int64_t left = job_.mask_columns - (start + static_cast<std::int64_t>(t));
+      Flags flags{};
+      if (left > 0) std::memcpy(&flags, mask + start + t, std::min<std::size_t>(kLanes, static_cast<std::size_t>(left)));
+      store(scores + t, __builtin_convertvector(flags, Ints) != 0 ? load(scores + t) : all(kNever));
     }
-    Vec most = all(kNever);
-    for (std::size_t t = 0; t < stride; t += kLanes) {
-      const Vec s = load(scores + t);
-      most = s > most ? s : most;
-    }
-    const float maximum = std::max(state.maximum[r], largest(most));
-    if (maximum == kNever) {
-      std::fill(scores, scores + stride, 0.0f);
-      return;
-    }
-    Vec total = load(&state.total[r * kLanes]);
-    const bool grown = maximum > state.maximum[r];
-    const float decay = !grown ? 1.0f : state.maximum[r] == kNever ? 0.0f : std::exp(state.maximum[r] - maximum);
-    if (grown) total *= decay;
-#pragma GCC unroll 4
-    for (std::size_t t = 0; t < stride; t += kLanes) {
-      const Vec p = exp_vec(load(scores + t) - maximum);
-      store(scores + t, p);
-      total += p;
-    }
-    store(&state.total[r * kLanes], total);
-    if (grown) {
-      for (std::size_t c = 0; c < rotated_width_; c += kLanes) {
-        float* at = &state.rotated[r * rotated_width_ + c];
-        store(at, load(at) * decay);
-      }
-      for (std::size_t c = 0; c < plain_width_; c += kLanes) {
-        float* at = &state.plain[r * plain_width_ + c];
-        store(at, load(at) * decay);
-      }
-    }
-    state.maximum[r] = maximum;
+  }
+
+  void rescale(State& state, std::size_t r, float decay) const {
+    scale(&state.total[r * kLanes], kLanes, decay);
+    scale(&state.rotated[r * rotated_width_], rotated_width_, decay);
+    scale(&state.plain[r * plain_width_], plain_width_, decay);
+  }
+
+  static void scale(float* at, std::size_t width, float by) {
+    for (std::size_t c = 0; c < width; c += kLanes) store(at + c, load(at + c) * by);
   }
 
   const Attention& job_;
-  Page key_page_, value_page_;
+  Page key_pages_[kPages], value_pages_[kPages];
+  static_assert(kPages == 4, "as many as the constructor makes");
   std::size_t key_width_, rotated_width_, plain_width_, size_;
   Buffer scores_, dense_key_, dense_value_;
 #ifdef __AVX512VNNI__
   IntegerKeys integer_keys_;
   IntegerValues integer_values_;
 #endif
+  const Unit* unit_ = nullptr;  // what it was set to last
   const Sequence* sequence_ = nullptr;
   std::size_t head_ = 0, first_ = 0, count_ = 0;
   std::size_t query_[kRowBlock] = {};  // of each row
@@ -221,8 +271,7 @@ class Worker {
 
 bool in_integers([[maybe_unused]] const Side& side) {
 #ifdef __AVX512VNNI__
-  const Page page(side, side.shape.lanes_are_tokens ? Layout::channels_first : Layout::tokens_first);
-  return side.shape.lanes_are_tokens ? IntegerKeys(page).fits() : IntegerValues(page).fits();
+  return side.shape.lanes_are_tokens ? IntegerKeys(side).fits() : IntegerValues(side).fits();
 #else
   return false;
 #endif

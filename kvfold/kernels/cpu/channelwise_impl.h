@@ -83,13 +83,16 @@ class TileFolder {
 
   Vec lost(Vec z, Vec s) const {
     const Vec by = per_scale(s);
-    Vec loss{};
-    Ints index;
-    for (std::size_t t = 0; t < job_.page_size; ++t) {
-      const Vec rest = load(&y_[t * kTile]) - z, error = rest - s * codebook_.nearest(rest * by, index), square = error * error;
-      loss += square * square;
-    }
-    return loss;
+    return codebook_.with_bits([&](auto bits) {
+      Vec loss{};
+      Ints index;
+      for (std::size_t t = 0; t < job_.page_size; ++t) {
+        const Vec rest = load(&y_[t * kTile]) - z, error = rest - s * codebook_.nearest<bits()>(rest * by, index);
+        const Vec square = error * error;
+        loss += square * square;
+      }
+      return loss;
+    });
   }
 
   void write(std::uint8_t* page, Vec z, Vec s) const {
@@ -98,7 +101,8 @@ class TileFolder {
       Vec lines[kTile];
       for (std::size_t t = 0; t < kTile; ++t) {
         Ints index;
-        codebook_.nearest((load(&y_[(row * kTile + t) * kTile]) - z) * by, index);
+        const Vec u = (load(&y_[(row * kTile + t) * kTile]) - z) * by;
+        codebook_.with_bits([&](auto bits) { codebook_.nearest<bits()>(u, index); });
         index &= real_;
         std::memcpy(&lines[t], &index, sizeof index);
       }

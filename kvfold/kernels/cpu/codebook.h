@@ -10,20 +10,42 @@ class Codebook {
  public:
   // 2^bits levels, ascending.
   Codebook(const float* levels, unsigned bits)
-      : count_(std::size_t{1} << bits), levels_(std::max(count_, kLanes)), edges_(std::max(count_, kLanes), kNone) {
+      : count_(std::size_t{1} << bits), levels_(std::max(count_, kLanes)), edges_(2 * std::max(count_, kLanes), kNone) {
     for (std::size_t i = 0; i < count_; ++i) levels_[i] = levels[i];
     for (std::size_t i = 0; i + 1 < count_; ++i) edges_[i] = 0.5f * (levels[i] + levels[i + 1]);
   }
 
+  // Calls visit<bits>(): what `nearest` is compiled for.
+  template <typename Visit>
+  KVFOLD_INLINE auto with_bits(Visit visit) const {
+    switch (count_) {
+      case 2: return visit(std::integral_constant<std::size_t, 1>{});
+      case 4: return visit(std::integral_constant<std::size_t, 2>{});
+      case 8: return visit(std::integral_constant<std::size_t, 3>{});
+      case 16: return visit(std::integral_constant<std::size_t, 4>{});
+      case 32: return visit(std::integral_constant<std::size_t, 5>{});
+      case 64: return visit(std::integral_constant<std::size_t, 6>{});
+      case 128: return visit(std::integral_constant<std::size_t, 7>{});
+      default: return visit(std::integral_constant<std::size_t, 8>{});
+    }
+  }
+
   // The level nearest to each lane, the lower of equals, and its index.
-  Vec nearest(Vec u, Ints& index) const {
+  template <std::size_t Bits>
+  KVFOLD_INLINE Vec nearest(Vec u, Ints& index) const {
 #ifdef __AVX512F__
-    if (count_ <= 16) return search<16>(__m512(u), index);
-    if (count_ == 32) return search<32>(__m512(u), index);
-    if (count_ == 64) return search<64>(__m512(u), index);
-    return search<256>(__m512(u), index);
+    // Halves what is left, step by step; tables of up to 64 numbers are looked up in registers.
+    __m512i at = _mm512_setzero_si512();
+    each<Bits>([&](auto i) KVFOLD_LAMBDA {
+      constexpr int step = 1 << (Bits - 1 - i);
+      const float* edges = edges_.data() + step - 1;
+      const __m512 edge = i ? look_up<Bits>(edges, at) : _mm512_set1_ps(*edges);
+      at = _mm512_mask_add_epi32(at, _mm512_cmp_ps_mask(__m512(u), edge, _CMP_GT_OQ), at, _mm512_set1_epi32(step));
+    });
+    index = Ints(at);
+    return Vec(look_up<Bits>(levels_.data(), at));
 #else
-    if (count_ <= 64) {
+    if constexpr (Bits <= 6) {
       index = Ints{};
       Vec level = all(levels_[0]);
       for (std::size_t i = 0; i + 1 < count_; ++i) {
@@ -46,25 +68,13 @@ class Codebook {
 
  private:
 #ifdef __AVX512F__
-  // Halves what is left, step by step; tables of up to 64 numbers are looked up in registers.
-  template <std::size_t Size>
-  KVFOLD_INLINE Vec search(__m512 u, Ints& index) const {
-    __m512i at = _mm512_setzero_si512();
-    for (int step = static_cast<int>(count_ / 2); step; step /= 2) {
-      const __m512 edge = look_up<Size>(edges_.data(), _mm512_add_epi32(at, _mm512_set1_epi32(step - 1)));
-      at = _mm512_mask_add_epi32(at, _mm512_cmp_ps_mask(u, edge, _CMP_GT_OQ), at, _mm512_set1_epi32(step));
-    }
-    index = Ints(at);
-    return Vec(look_up<Size>(levels_.data(), at));
-  }
-
-  template <std::size_t Size>
+  template <std::size_t Bits>
   static KVFOLD_INLINE __m512 look_up(const float* table, __m512i at) {
-    if constexpr (Size == 16) return _mm512_permutexvar_ps(at, _mm512_load_ps(table));
-    if constexpr (Size == 256) return _mm512_i32gather_ps(at, table, 4);
-    const __m512 low = _mm512_permutex2var_ps(_mm512_load_ps(table), at, _mm512_load_ps(table + 16));
-    if constexpr (Size == 32) return low;
-    const __m512 high = _mm512_permutex2var_ps(_mm512_load_ps(table + 32), at, _mm512_load_ps(table + 48));
+    if constexpr (Bits <= 4) return _mm512_permutexvar_ps(at, _mm512_loadu_ps(table));
+    if constexpr (Bits > 6) return _mm512_i32gather_ps(at, table, 4);
+    const __m512 low = _mm512_permutex2var_ps(_mm512_loadu_ps(table), at, _mm512_loadu_ps(table + 16));
+    if constexpr (Bits == 5) return low;
+    const __m512 high = _mm512_permutex2var_ps(_mm512_loadu_ps(table + 32), at, _mm512_loadu_ps(table + 48));
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), low, high);
   }
 #endif

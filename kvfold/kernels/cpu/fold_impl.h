@@ -30,7 +30,7 @@ class Folder {
         const std::size_t slot = first + t;
         float scale = 0;
         if (holds(start + slot))
-          scale = encode(&rotated_[slot * width_], &codes_[t * width_]);
+          scale = codebook_.with_bits([&](auto bits) { return encode<bits()>(&rotated_[slot * width_], &codes_[t * width_]); });
         else
           std::fill(&codes_[t * width_], &codes_[t * width_] + width_, 0.0f);
         job_.scale[at * size + slot] = to_half(scale);
@@ -62,7 +62,8 @@ class Folder {
   }
 
   // Codes of one token, as whole numbers in `codes`; returns its scale.
-  float encode(const float* y, float* codes) {
+  template <std::size_t Bits>
+  float encode(const float* y, float* codes) const {
     Vec squares{}, levels{}, products{};
     for (std::size_t c = 0; c < width_; c += kLanes) squares += load(y + c) * load(y + c);
     const float energy = sum(squares), norm = std::sqrt(energy);
@@ -70,7 +71,7 @@ class Folder {
     for (std::size_t c = 0; c < width_; c += kLanes) {
       const Vec v = load(y + c);
       Ints index;
-      Vec level = codebook_.nearest(v * by, index);
+      Vec level = codebook_.nearest<Bits>(v * by, index);
       if (c + kLanes > job_.rotation.code_dim)  // channels that pad the last tile
         for (std::size_t lane = job_.rotation.code_dim - c; lane < kLanes; ++lane) index[lane] = 0, level[lane] = 0;
       levels += level * level, products += v * level;

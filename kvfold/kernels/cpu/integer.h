@@ -2,9 +2,9 @@
 // registers and are multiplied there; nothing is unfolded to memory. integer_keys.h and integer_values.h do it.
 //
 // A level is middle + step · number. That is exact for codebooks on such a grid, and elsewhere far below the distance of
-// levels of up to 4 bits. Weights of values have 8 bits, with a scale for each page and scale group. Queries have 8, with a scale for each segment
-// of tiles that need equal precision, and 16 where levels have 5 or 6 (few channels have so many, and large queries) or
-// tokens have offsets (which leave small errors, in channels of all sizes).
+// levels of up to 4 bits. Weights of values have 8 bits, with a scale for each page and scale group. Queries have 8, with a
+// scale for each segment of tiles that need equal precision, and 16 where levels have 5 or 6 (few channels have so many, and
+// large queries) or tokens have offsets (which leave small errors, in channels of all sizes).
 #pragma once
 
 #include <memory>
@@ -36,7 +36,7 @@ KVFOLD_INLINE __m512i look_up(__m512i index, __m512i table) {
 }
 
 // `plane` with bit F of each byte moved to bit To.
-template <int F, int To>
+template <std::size_t F, std::size_t To>
 KVFOLD_INLINE __m512i move_bit(__m512i plane) {
   if constexpr (F < To) return _mm512_slli_epi16(plane, To - F);
   if constexpr (F > To) return _mm512_srli_epi16(plane, F - To);
@@ -45,7 +45,7 @@ KVFOLD_INLINE __m512i move_bit(__m512i plane) {
 
 // The numbers of field F of one tile: byte 4 · lane + j is that of step 4 · F + j. Bits of an index beyond Bits may be
 // anything, as tables repeat.
-template <unsigned Bits, int F>
+template <unsigned Bits, std::size_t F>
 KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   static_assert(Bits >= 1 && Bits <= 6);
   constexpr int kSelect = 0xca;  // of _mm512_ternarylogic: second where the first is 1, else third
@@ -70,18 +70,19 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   return look_up<Bits>(index, table);
 }
 
+constexpr std::size_t kFields = 4;  // of a tile, each of four steps
 constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid
 
 // The codebooks of one side's channel tiles in 8-bit numbers.
 class Numbers {
  public:
-  // Neighbouring channel tiles with equal bits, of one scale group; `before` is the sum of the bits of all tiles before.
+  // Neighbouring channel tiles with equal levels, of one scale group; `before` is the sum of the bits of all tiles before.
   struct Run {
     unsigned bits;
     std::size_t first, count, before, group;
   };
 
-  // Neighbouring runs of one scale group that share a scale of the other factor: those of up to 2 bits, or one of more.
+  // A run, and one of 1 bit after one of 2, that share a scale of the other factor.
   struct Segment {
     std::size_t first, count, first_tile, tiles, group;
     bool two_bytes;
@@ -98,17 +99,17 @@ class Numbers {
       fits_ = fits_ && bits <= most_bits;
       if (!fits_) return;
       const std::size_t group = side.group_of_tile ? side.group_of_tile[g] : 0;
+      const float* lut = side.lut + g * side.lut_stride;
+      const std::size_t count = std::size_t{1} << bits;
       const Run* last = run_count_ ? &runs_[run_count_ - 1] : nullptr;
-      if (!last || last->bits != bits || last->group != group) {
-        const bool joins = last && bits <= 2 && last->bits <= 2 && last->group == group;
+      if (!last || last->bits != bits || last->group != group || !std::equal(lut, lut + count, lut - side.lut_stride)) {
+        const bool joins = last && bits == 1 && last->bits == 2 && last->group == group;
         if (!joins) segments_[segment_count_++] = {run_count_, 0, g, 0, group, bits > 4 || side.offset};
         ++segments_[segment_count_ - 1].count;
         runs_[run_count_++] = {bits, g, 0, sum_, group};
       }
       ++runs_[run_count_ - 1].count, ++segments_[segment_count_ - 1].tiles;
       sum_ += bits;
-      const float* lut = side.lut + g * side.lut_stride;
-      const std::size_t count = std::size_t{1} << bits;
       const auto [low, high] = std::minmax_element(lut, lut + count);
       middle_[g] = 0.5f * (*low + *high);
       step_[g] = std::max(*high - *low, 1e-30f) / numbers_of(lut, count);
@@ -158,18 +159,10 @@ inline __m512i broadcast_four(const void* from) {
 
 template <std::size_t Rows, std::size_t Width>
 KVFOLD_INLINE void clear(__m512i (&sums)[Rows][Width]) {
-  for (std::size_t i = 0; i < Rows; ++i)
-    for (std::size_t w = 0; w < Width; ++w) sums[i][w] = _mm512_setzero_si512();
-}
-
-template <typename Visit>
-KVFOLD_INLINE void for_each_field(Visit visit) {
-  visit(std::integral_constant<int, 0>{}), visit(std::integral_constant<int, 1>{});
-  visit(std::integral_constant<int, 2>{}), visit(std::integral_constant<int, 3>{});
+  each<Rows>([&](auto i) KVFOLD_LAMBDA { each<Width>([&](auto w) KVFOLD_LAMBDA { sums[i][w] = _mm512_setzero_si512(); }); });
 }
 
 constexpr int kLargerSize = 0b1011;  // of _mm512_range_ps: the larger of two magnitudes
-constexpr std::size_t kBlock = 4;  // rows that are multiplied together
 
 // The sums, or the largest, of four vectors.
 template <typename Combine>
@@ -190,12 +183,12 @@ inline __m128 largest_four(const Vec (&of)[kBlock]) {
   return reduce_four(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
 }
 
-// Bytes of four rows side by side, as they are multiplied: byte j of step 4 · f + j of row i is at 16 · f + 4 · i + j.
-inline __m512i store_four(std::uint8_t* to, const __m128i (&rows)[kBlock]) {
-  const __m256i ab = _mm256_inserti128_si256(_mm256_castsi128_si256(rows[0]), rows[1], 1);
-  const __m256i cd = _mm256_inserti128_si256(_mm256_castsi128_si256(rows[2]), rows[3], 1);
-  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-  const __m512i all = _mm512_permutexvar_epi32(order, _mm512_inserti64x4(_mm512_castsi256_si512(ab), cd, 1));
+// Whole numbers of four rows as bytes side by side, as they are multiplied: byte j of step 4 · f + j of row i is at
+// 16 · f + 4 · i + j. What no byte holds becomes what is nearest.
+template <bool Signed>
+inline __m512i store_four(std::uint8_t* to, const __m512i (&rows)[kBlock]) {
+  const __m512i ab = _mm512_packs_epi32(rows[0], rows[1]), cd = _mm512_packs_epi32(rows[2], rows[3]);
+  const __m512i all = Signed ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
   _mm512_store_si512(to, all);
   return all;
 }
@@ -204,16 +197,6 @@ inline __m512i store_four(std::uint8_t* to, const __m128i (&rows)[kBlock]) {
 inline __m128i sum_of_fours(__m512i v) {
   v = _mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0x4e));
   return _mm512_castsi512_si128(_mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0xb1)));
-}
-
-// Calls visit<Rows>(first) over rows in blocks of up to four.
-template <typename Visit>
-inline void in_blocks(std::size_t rows, Visit visit) {
-  std::size_t r = 0;
-  for (; r + 4 <= rows; r += 4) visit(std::integral_constant<std::size_t, 4>{}, r);
-  if (rows - r == 3) visit(std::integral_constant<std::size_t, 3>{}, r);
-  if (rows - r == 2) visit(std::integral_constant<std::size_t, 2>{}, r);
-  if (rows - r == 1) visit(std::integral_constant<std::size_t, 1>{}, r);
 }
 
 // Calls visit<Width>(first) over tiles, Most of them at a time.

@@ -7,56 +7,67 @@
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-// Scores of query rows with the keys of a page. Their numbers are unsigned, by 128 too large, which is taken off again.
+// Scores of query rows with the keys of a few pages. Their numbers are unsigned, by 128 too large, which is taken off again.
+// If channels have scales, queries are rounded for each page: for all pages before the first is read, as that takes long to
+// be ready.
 class IntegerKeys {
  public:
-  explicit IntegerKeys(const Page& page)
-      : page_(page),
-        side_(page.side()),
-        numbers_(side_, 6, 128),
-        width_(padded(side_.shape.head_dim)),
-        size_(side_.shape.page_size) {
+  explicit IntegerKeys(const Side& side)
+      : side_(side), numbers_(side_, 6, 128), width_(padded(side_.shape.head_dim)), size_(side_.shape.page_size) {
     if (!numbers_.fits()) return;
     for (std::size_t g = 0; g < numbers_.tiles(); ++g) any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
   }
 
   bool fits() const { return numbers_.fits(); }
 
-  // Takes rows of q̃, (rows, head_dim).
-  void prepare(const float* query, std::size_t rows) {
-    const std::size_t blocks = (rows + kBlock - 1) / kBlock;
-    if (blocks > block_count_) {
-      block_count_ = blocks;
-      query_ = Buffer(blocks * kBlock * width_), steps_ = Buffer(blocks * kBlock * width_);
-      upper_ = Buffer(blocks * width_), lower_ = Buffer(blocks * width_);
-      parts_.reset(new Part[blocks * numbers_.segment_count()]), centre_ = Buffer(blocks * kBlock);
+  // Takes rows of q̃, (rows, head_dim), for up to `pages` pages at a time.
+  void prepare(const float* query, std::size_t rows, std::size_t pages) {
+    blocks_ = (rows + kBlock - 1) / kBlock;
+    if (pages * blocks_ > room_) {
+      room_ = pages * blocks_;
+      query_ = Buffer(room_ * kBlock * width_), steps_ = Buffer(room_ * kBlock * width_);
+      upper_ = Buffer(room_ * width_), lower_ = Buffer(room_ * width_);
+      parts_.reset(new Part[room_ * numbers_.segment_count()]), centre_ = Buffer(room_ * kBlock);
     }
     for (std::size_t r = 0; r < rows; ++r) {
-      for (std::size_t c = 0; c < side_.shape.head_dim; ++c) {
-        const float q = query[r * side_.shape.head_dim + c];
-        query_[r * width_ + c] = q, steps_[r * width_ + c] = q * numbers_.step(c / kTile);
-      }
-      for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
-        const std::size_t first = numbers_.segment(i).first_tile * kTile, count = numbers_.segment(i).tiles * kTile;
-        float total = 0;
-        for (std::size_t c = first; c < std::min(first + count, side_.shape.head_dim); ++c) total += query_[r * width_ + c];
-        part(r, i).total[r % kBlock] = total;
-      }
+      std::copy(query + r * side_.shape.head_dim, query + (r + 1) * side_.shape.head_dim, &query_[r * width_]);
+      for (std::size_t g = 0; g < numbers_.tiles(); ++g)
+        store(&steps_[r * width_ + g * kTile], load(&query_[r * width_ + g * kTile]) * numbers_.step(g));
     }
-    if (!side_.channel_scale) in_blocks(rows, [&](auto some, std::size_t r) { round<some()>(r); });
+    if (!side_.channel_scale)
+      in_blocks(rows, [&](auto some, std::size_t r) { round<some()>(r / kBlock, ones_.data(), r); });
   }
 
-  // scores[r · page_size + t] with the page that `page` found last, whose codes are at `code`.
-  void scores(const std::uint8_t* code, std::size_t rows, float* scores) {
+  // Takes one of the pages.
+  void prepare_page(std::size_t number, const Page& page, std::size_t rows) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
-      if (side_.channel_scale) round<Rows>(r);
-      if (side_.centre) centre<Rows>(r);
-      float* out = scores + r * size_;
-      for (std::size_t i = 0; i < numbers_.segment_count(); ++i)
-        if (numbers_.segment(i).two_bytes)
-          in_widths<2>(size_ / kTile, [&](auto width, std::size_t t) { add<Rows, width(), true>(i, code, r, t, out); });
-        else
-          in_widths<4>(size_ / kTile, [&](auto width, std::size_t t) { add<Rows, width(), false>(i, code, r, t, out); });
+      const std::size_t block = number * blocks_ + r / kBlock;
+      if (side_.channel_scale) round<Rows>(block, page.channel_scale(), r);
+      if (side_.centre) centre<Rows>(block, page.centre(), r);
+    });
+  }
+
+  // scores[r · stride + t] with the keys of a page.
+  void scores(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* scores, std::size_t stride) {
+    in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
+      const std::size_t block = number * blocks_ + r / kBlock;
+      float* out = scores + r * stride;
+      for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
+        const unsigned bits = numbers_.run(numbers_.segment(i).first).bits;
+        if (numbers_.segment(i).two_bytes) {
+          if (bits == 1) add<1, true, Rows>(i, block, page, code, out, stride);
+          if (bits == 2) add<2, true, Rows>(i, block, page, code, out, stride);
+          if (bits == 3) add<3, true, Rows>(i, block, page, code, out, stride);
+          if (bits == 4) add<4, true, Rows>(i, block, page, code, out, stride);
+          if (bits == 5) add<5, true, Rows>(i, block, page, code, out, stride);
+          if (bits == 6) add<6, true, Rows>(i, block, page, code, out, stride);
+        } else {
+          if (bits == 1) add<1, false, Rows>(i, block, page, code, out, stride);
+          if (bits == 2) add<2, false, Rows>(i, block, page, code, out, stride);
+          if (bits == 3) add<3, false, Rows>(i, block, page, code, out, stride);
+          if (bits == 4) add<4, false, Rows>(i, block, page, code, out, stride);
+        }
+      }
     });
   }
 
@@ -69,139 +80,148 @@ class IntegerKeys {
   };
 
   static std::uint8_t* bytes(Buffer& buffer) { return reinterpret_cast<std::uint8_t*>(buffer.data()); }
+  static const std::uint8_t* bytes(const Buffer& buffer) { return reinterpret_cast<const std::uint8_t*>(buffer.data()); }
 
-  Part& part(std::size_t r, std::size_t segment) { return parts_[r / kBlock * numbers_.segment_count() + segment]; }
+  // A block of rows for one page.
+  Part& part(std::size_t block, std::size_t segment) { return parts_[block * numbers_.segment_count() + segment]; }
 
   // q̃ ⊙ S · step as whole numbers.
   template <std::size_t Rows>
-  void round(std::size_t r) {
+  void round(std::size_t block, const float* scale, std::size_t r) {
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i)
-      numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, r) : round_segment<Rows, false>(i, r);
+      numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, block, scale, r) : round_segment<Rows, false>(i, block, scale, r);
   }
 
   // Those of one segment, in 8 bits or in 16 as 256 · upper + lower.
   template <std::size_t Rows, bool TwoBytes>
-  KVFOLD_INLINE void round_segment(std::size_t index, std::size_t r) {
+  KVFOLD_INLINE void round_segment(std::size_t index, std::size_t block, const float* scale, std::size_t r) {
     const std::size_t first = numbers_.segment(index).first_tile, last = first + numbers_.segment(index).tiles;
-    const float *steps = &steps_[r * width_], *scale = page_.channel_scale();
-    Vec most[kBlock] = {}, middle[kBlock] = {};
+    const bool any_middle = any_middle_;
+    const float* steps = &steps_[r * width_];
+    Part& own = part(block, index);
+    Vec most[kBlock] = {}, middle[kBlock] = {}, total[kBlock] = {};
     for (std::size_t g = first; g < last; ++g) {
       const Vec s = load(scale + g * kTile);
       for (std::size_t i = 0; i < Rows; ++i)
         most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
     }
     const __m128 one = _mm_mul_ps(largest_four(most), _mm_set1_ps(1.0f / (TwoBytes ? 32512.0f : 127.0f)));
-    _mm_store_ps(part(r, index).worth, one);
+    _mm_store_ps(own.worth, one);
     alignas(16) float per_one[kBlock];
     _mm_store_ps(per_one, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
     const __m512i bias = _mm512_set1_epi8(-128);  // unsigned: 128
     __m512i upper_sum{}, lower_sum{};
     for (std::size_t g = first; g < last; ++g) {
       const Vec s = load(scale + g * kTile);
-      __m128i upper[kBlock] = {}, lower[kBlock] = {};
+      __m512i upper[kBlock] = {}, lower[kBlock] = {};
       for (std::size_t i = 0; i < Rows; ++i) {
         const Vec v = load(steps + i * width_ + g * kTile) * s;
         __m512i whole = _mm512_cvtps_epi32(__m512(v * per_one[i]));
-        if (any_middle_) middle[i] += v * (numbers_.middle(g) / numbers_.step(g));
+        if (any_middle) middle[i] += v * (numbers_.middle(g) / numbers_.step(g));
         if constexpr (TwoBytes) {
           const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-          lower[i] = _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8)));
+          lower[i] = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
           whole = high;
         }
-        upper[i] = _mm512_cvtepi32_epi8(whole);
+        upper[i] = whole;
       }
-      const std::size_t at = r * width_ + g * kTile * kBlock;
-      upper_sum = _mm512_dpbusd_epi32(upper_sum, bias, store_four(bytes(upper_) + at, upper));
-      if constexpr (TwoBytes) lower_sum = _mm512_dpbusd_epi32(lower_sum, bias, store_four(bytes(lower_) + at, lower));
+      const std::size_t at = (block * width_ + g * kTile) * kBlock;
+      upper_sum = _mm512_dpbusd_epi32(upper_sum, bias, store_four<true>(bytes(upper_) + at, upper));
+      if constexpr (TwoBytes) lower_sum = _mm512_dpbusd_epi32(lower_sum, bias, store_four<true>(bytes(lower_) + at, lower));
     }
-    __m128 total = _mm_cvtepi32_ps(sum_of_fours(upper_sum));
-    if constexpr (TwoBytes)
-      total = _mm_fmadd_ps(total, _mm_set1_ps(256.0f), _mm_cvtepi32_ps(sum_of_fours(lower_sum)));
-    total = _mm_mul_ps(total, _mm_sub_ps(_mm_setzero_ps(), one));
-    if (any_middle_) total = _mm_add_ps(total, sum_four(middle));
-    _mm_store_ps(part(r, index).base, total);
+    __m128 base = _mm_cvtepi32_ps(sum_of_fours(upper_sum));
+    if constexpr (TwoBytes) base = _mm_fmadd_ps(base, _mm_set1_ps(256.0f), _mm_cvtepi32_ps(sum_of_fours(lower_sum)));
+    base = _mm_mul_ps(base, _mm_sub_ps(_mm_setzero_ps(), one));
+    if (any_middle) base = _mm_add_ps(base, sum_four(middle));
+    _mm_store_ps(own.base, base);
+    if (!side_.offset) return;
+    for (std::size_t g = first; g < last; ++g)
+      for (std::size_t i = 0; i < Rows; ++i) total[i] += load(&query_[(r + i) * width_ + g * kTile]);
+    _mm_store_ps(own.total, sum_four(total));
   }
 
   template <std::size_t Rows>
-  void centre(std::size_t r) {
+  void centre(std::size_t block, const float* centre, std::size_t r) {
     Vec dot[kBlock] = {};
     for (std::size_t c = 0; c < width_; c += kLanes) {
-      const Vec z = load(page_.centre() + c);
+      const Vec z = load(centre + c);
       for (std::size_t i = 0; i < Rows; ++i) dot[i] += load(&query_[(r + i) * width_ + c]) * z;
     }
-    _mm_store_ps(&centre_[r / kBlock * kBlock], sum_four(dot));
+    _mm_store_ps(&centre_[block * kBlock], sum_four(dot));
   }
 
-  // Adds what one segment makes of the scores of Rows rows with Width tiles of tokens.
-  template <std::size_t Rows, std::size_t Width, bool TwoBytes>
-  void add(std::size_t index, const std::uint8_t* code, std::size_t r, std::size_t tile, float* scores) {
+  // Adds what one segment makes of the scores of Rows rows; Bits are those of its first run.
+  template <unsigned Bits, bool TwoBytes, std::size_t Rows>
+  void add(std::size_t segment, std::size_t block, const Page& page, const std::uint8_t* code, float* scores, std::size_t stride) {
+    in_widths<TwoBytes ? 2 : 4>(size_ / kTile, [&](auto width, std::size_t tile) {
+      add_tiles<Bits, TwoBytes, Rows, width()>(segment, block, page, code, tile, scores, stride);
+    });
+  }
+
+  // … with Width tiles of tokens.
+  template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width>
+  void add_tiles(std::size_t index, std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores,
+                 std::size_t stride) {
     const Numbers::Segment& segment = numbers_.segment(index);
+    const std::size_t queries = side_.channel_scale ? block : block % blocks_, ahead = page.ahead();
+    code += 32 * numbers_.all_bits() * tile;
     __m512i upper[Rows][Width], lower[Rows][Width];
     clear(upper), clear(lower);
-    for (std::size_t i = segment.first; i < segment.first + segment.count; ++i) {
-      const Numbers::Run& run = numbers_.run(i);
-      if (run.bits == 1) products<1, TwoBytes>(run, code, r, tile, upper, lower);
-      if (run.bits == 2) products<2, TwoBytes>(run, code, r, tile, upper, lower);
-      if (run.bits == 3) products<3, TwoBytes>(run, code, r, tile, upper, lower);
-      if (run.bits == 4) products<4, TwoBytes>(run, code, r, tile, upper, lower);
-      if constexpr (TwoBytes) {
-        if (run.bits == 5) products<5, true>(run, code, r, tile, upper, lower);
-        if (run.bits == 6) products<6, true>(run, code, r, tile, upper, lower);
-      }
-    }
-    const Part& own = part(r, index);
-    const float* centre = &centre_[r / kBlock * kBlock];
-    for (std::size_t w = 0; w < Width; ++w) {
-      const std::size_t token = (tile + w) * kTile, scale = segment.group * size_ + token;
-      for (std::size_t i = 0; i < Rows; ++i) {
-        float* to = scores + i * size_ + token;
-        const float one = own.worth[i];
-        __m512 y = _mm512_set1_ps(own.base[i]);
-        y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper[i][w]), _mm512_set1_ps(TwoBytes ? 256.0f * one : one), y);
-        if constexpr (TwoBytes) y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[i][w]), _mm512_set1_ps(one), y);
-        const __m512 before = index ? _mm512_load_ps(to) : _mm512_set1_ps(centre[i]);
-        y = _mm512_fmadd_ps(y, _mm512_load_ps(page_.scale() + scale), before);
-        if (side_.offset) y = _mm512_fmadd_ps(_mm512_load_ps(page_.offset() + scale), _mm512_set1_ps(own.total[i]), y);
-        _mm512_store_ps(to, y);
-      }
-    }
+    products<Bits, TwoBytes>(numbers_.run(segment.first), code, ahead, queries, upper, lower);
+    if constexpr (Bits == 2)
+      if (segment.count == 2) products<1, TwoBytes>(numbers_.run(segment.first + 1), code, ahead, queries, upper, lower);
+    const Part& own = part(queries, index);
+    const std::size_t token = tile * kTile;
+    const float *scale = page.scale() + segment.group * size_ + token, *offset = page.offset() + segment.group * size_ + token;
+    const bool scaled = side_.scale, shifted = side_.offset;
+    each<Rows>([&](auto i) KVFOLD_LAMBDA {
+      float* to = scores + i * stride + token;
+      const __m512 one = _mm512_set1_ps(own.worth[i]), base = _mm512_set1_ps(own.base[i]);
+      each<Width>([&](auto w) KVFOLD_LAMBDA {
+        __m512 y = _mm512_cvtepi32_ps(upper[i][w]);
+        if constexpr (TwoBytes) y = _mm512_fmadd_ps(y, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[i][w]));
+        y = _mm512_fmadd_ps(y, one, base);
+        const __m512 before = index ? _mm512_load_ps(to + w * kTile) : _mm512_set1_ps(centre_[block * kBlock + i]);
+        y = scaled ? _mm512_fmadd_ps(y, _mm512_load_ps(scale + w * kTile), before) : _mm512_add_ps(y, before);
+        if (shifted) y = _mm512_fmadd_ps(_mm512_load_ps(offset + w * kTile), _mm512_set1_ps(own.total[i]), y);
+        _mm512_store_ps(to + w * kTile, y);
+      });
+    });
   }
 
-  // Adds the products with upper, and perhaps lower, bytes of the queries over one run of channel tiles.
+  // Adds the products of one run's codes with upper, and perhaps lower, bytes of the queries.
   template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width>
-  KVFOLD_INLINE void products(const Numbers::Run& run, const std::uint8_t* code, std::size_t r, std::size_t tile,
-                              __m512i (&upper)[Rows][Width], __m512i (&lower)[Rows][Width]) {
-    const std::size_t row_bytes = 32 * numbers_.all_bits(), ahead = page_.ahead(), last = run.first + run.count;
-    const std::uint8_t* at = code + row_bytes * tile + 32 * run.before;
-    const std::uint8_t* up = bytes(upper_) + r * width_ + run.first * kTile * kBlock;
-    const std::uint8_t* low = bytes(lower_) + r * width_ + run.first * kTile * kBlock;
-    for (std::size_t g = run.first; g < last; ++g) {
-      const __m512i table = numbers_.table(g);
+  KVFOLD_INLINE void products(const Numbers::Run& run, const std::uint8_t* code, std::size_t ahead, std::size_t block,
+                              __m512i (&upper)[Rows][Width], __m512i (&lower)[Rows][Width]) const {
+    const std::size_t row_bytes = 32 * numbers_.all_bits(), first = (block * width_ + run.first * kTile) * kBlock;
+    const std::uint8_t *at = code + 32 * run.before, *up = bytes(upper_) + first, *low = bytes(lower_) + first;
+    const __m512i table = numbers_.table(run.first);
+    for (std::size_t left = run.count; left; --left) {
       for (std::size_t w = 0; w < Width; ++w) ask_for(at + w * row_bytes + ahead, 32 * Bits);
-      for_each_field([&](auto f) __attribute__((always_inline)) {
+      each<kFields>([&](auto f) KVFOLD_LAMBDA {
         __m512i number[Width];
-        for (std::size_t w = 0; w < Width; ++w) number[w] = tile_numbers<Bits, f()>(at + w * row_bytes, table);
-        for (std::size_t i = 0; i < Rows; ++i) {
-          const __m512i x = broadcast_four(up + 16 * f() + 4 * i);
-          for (std::size_t w = 0; w < Width; ++w) upper[i][w] = _mm512_dpbusd_epi32(upper[i][w], number[w], x);
+        each<Width>([&](auto w) KVFOLD_LAMBDA { number[w] = tile_numbers<Bits, f()>(at + w * row_bytes, table); });
+        each<Rows>([&](auto i) KVFOLD_LAMBDA {
+          const __m512i x = broadcast_four(up + 16 * f + 4 * i);
+          each<Width>([&](auto w) KVFOLD_LAMBDA { upper[i][w] = _mm512_dpbusd_epi32(upper[i][w], number[w], x); });
           if constexpr (TwoBytes) {
-            const __m512i rest = broadcast_four(low + 16 * f() + 4 * i);
-            for (std::size_t w = 0; w < Width; ++w) lower[i][w] = _mm512_dpbusd_epi32(lower[i][w], number[w], rest);
+            const __m512i rest = broadcast_four(low + 16 * f + 4 * i);
+            each<Width>([&](auto w) KVFOLD_LAMBDA { lower[i][w] = _mm512_dpbusd_epi32(lower[i][w], number[w], rest); });
           }
-        }
+        });
       });
       at += 32 * Bits, up += kTile * kBlock, low += kTile * kBlock;
     }
   }
 
-  const Page& page_;
   const Side& side_;
   Numbers numbers_;
-  std::size_t width_, size_, block_count_ = 0;
+  std::size_t width_, size_, blocks_ = 0, room_ = 0;
   bool any_middle_ = false;
   std::unique_ptr<Part[]> parts_;
   Buffer query_, steps_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them
   Buffer centre_;                         // q̃ · z of each row
+  Buffer ones_{width_, 1.0f};
 };
 
 }  // namespace

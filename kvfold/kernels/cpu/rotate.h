@@ -17,26 +17,46 @@ inline Vec butterfly(Vec v) {
 #undef KVFOLD_SIGN
 }
 
-// Unnormalised Walsh–Hadamard transform of n = 2^k numbers, in place.
-inline void walsh_hadamard(float* x, std::size_t n) {
-  std::size_t half = 1;
-  if (n >= kLanes) {
-    for (std::size_t i = 0; i < n; i += kLanes)
-      store(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + i))))));
-    for (half = kLanes; half < n; half *= 2)
-      for (std::size_t first = 0; first < n; first += 2 * half)
-        for (std::size_t i = first; i < first + half; i += kLanes) {
-          const Vec a = load(x + i), b = load(x + i + half);
-          store(x + i, a + b), store(x + i + half, a - b);
-        }
-    return;
-  }
-  for (; half < n; half *= 2)
+// Walsh–Hadamard transforms of Vecs · 16 numbers, in registers: to = by · after ⊙ H·(before ⊙ from); null for no signs.
+template <std::size_t Vecs>
+inline void walsh_hadamard_of(const float* from, const float* before, float* to, const float* after, float by) {
+  Vec v[Vecs];
+  each<Vecs>([&](auto i) KVFOLD_LAMBDA {
+    v[i] = load(from + i * kLanes) * by;
+    if (before) v[i] *= load(before + i * kLanes);
+    v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(v[i]))));
+  });
+  const auto exchange_halves = [&](auto half) KVFOLD_LAMBDA {
+    each<Vecs>([&](auto i) KVFOLD_LAMBDA {
+      if constexpr (half < Vecs && !(i & half)) {
+        const Vec a = v[i], b = v[i + half];
+        v[i] = a + b, v[i + half] = a - b;
+      }
+    });
+  };
+  exchange_halves(std::integral_constant<std::size_t, 1>{}), exchange_halves(std::integral_constant<std::size_t, 2>{});
+  exchange_halves(std::integral_constant<std::size_t, 4>{}), exchange_halves(std::integral_constant<std::size_t, 8>{});
+  each<Vecs>([&](auto i) KVFOLD_LAMBDA {
+    if (after) v[i] *= load(after + i * kLanes);
+    store(to + i * kLanes, v[i]);
+  });
+}
+
+// The same for n = 2^k numbers. `from` may be `to`.
+inline void walsh_hadamard(std::size_t n, const float* from, const float* before, float* to, const float* after, float by) {
+  if (n == kLanes) return walsh_hadamard_of<1>(from, before, to, after, by);
+  if (n == 2 * kLanes) return walsh_hadamard_of<2>(from, before, to, after, by);
+  if (n == 4 * kLanes) return walsh_hadamard_of<4>(from, before, to, after, by);
+  if (n == 8 * kLanes) return walsh_hadamard_of<8>(from, before, to, after, by);
+  if (n == 16 * kLanes) return walsh_hadamard_of<16>(from, before, to, after, by);
+  for (std::size_t i = 0; i < n; ++i) to[i] = from[i] * (before ? by * before[i] : by);
+  for (std::size_t half = 1; half < n; half *= 2)
     for (std::size_t first = 0; first < n; first += 2 * half)
       for (std::size_t i = first; i < first + half; ++i) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a + b, x[i + half] = a - b;
+        const float a = to[i], b = to[i + half];
+        to[i] = a + b, to[i + half] = a - b;
       }
+  for (std::size_t i = 0; after && i < n; ++i) to[i] *= after[i];
 }
 
 inline float dot(const float* a, const float* b, std::size_t n) {
@@ -75,12 +95,10 @@ class Rotator {
         for (std::size_t i = 0; i < rotation_.dim; ++i) y[i] = x[order[i]];
         return;
       }
-      case RotationKind::hadamard: {
-        for (std::size_t i = 0; i < rotation_.dim; ++i) y[i] = x[i] * rotation_.signs[i];
-        for (std::size_t i = 0; i < rotation_.dim; i += rotation_.power) walsh_hadamard(y + i, rotation_.power);
-        mix(y, false);
-        return;
-      }
+      case RotationKind::hadamard:
+        for (std::size_t i = 0; i < rotation_.dim; i += rotation_.power)
+          walsh_hadamard(rotation_.power, x + i, rotation_.signs + i, y + i, nullptr, unit());
+        return mix(y, false);
       case RotationKind::matrix:
         if (rotation_.order) {
           const std::int16_t* order = order_of(batch, head);
@@ -108,8 +126,8 @@ class Rotator {
       }
       case RotationKind::hadamard:
         mix(y, true);
-        for (std::size_t i = 0; i < rotation_.dim; i += rotation_.power) walsh_hadamard(y + i, rotation_.power);
-        for (std::size_t i = 0; i < rotation_.dim; ++i) x[i] = y[i] * rotation_.signs[i];
+        for (std::size_t i = 0; i < rotation_.dim; i += rotation_.power)
+          walsh_hadamard(rotation_.power, y + i, nullptr, x + i, rotation_.signs + i, unit());
         return;
       case RotationKind::matrix:
         if (rotation_.inverse) return multiply_matrix(rotation_.inverse, rotation_.dim, rotation_.code_dim, y, x);
@@ -125,19 +143,18 @@ class Rotator {
     return rotation_.order + batch * rotation_.order_batch + head * rotation_.order_head;
   }
 
-  // Q ⊗ I, or its transpose, over blocks of `power`, times 1/√power.
+  // What makes a block's transform orthogonal.
+  float unit() const { return 1.0f / std::sqrt(static_cast<float>(rotation_.power)); }
+
+  // Q ⊗ I, or its transpose, over blocks of `power`.
   void mix(float* y, bool transposed) {
     const std::size_t power = rotation_.power, m = rotation_.dim / power;
-    const float by = 1.0f / std::sqrt(static_cast<float>(power));
-    if (m == 1) {
-      for (std::size_t i = 0; i < power; ++i) y[i] *= by;
-      return;
-    }
+    if (m == 1) return;
     std::copy(y, y + rotation_.dim, scratch_.data());
     std::fill(y, y + rotation_.dim, 0.0f);
     for (std::size_t a = 0; a < m; ++a)
       for (std::size_t b = 0; b < m; ++b)
-        add_scaled(y + a * power, scratch_.data() + b * power, by * rotation_.mix[transposed ? b * m + a : a * m + b], power);
+        add_scaled(y + a * power, scratch_.data() + b * power, rotation_.mix[transposed ? b * m + a : a * m + b], power);
   }
 
   const Rotation& rotation_;

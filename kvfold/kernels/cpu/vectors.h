@@ -30,8 +30,10 @@ constexpr std::size_t kRows = 2;
 #endif
 constexpr std::size_t kRowBlock = 96;   // query rows that go through the pages together
 constexpr std::size_t kDenseBlock = 64;  // dense tokens that are read together
+constexpr std::size_t kBlock = 4;        // rows whose softmax, or whose products with codes, are taken together
 
 #define KVFOLD_INLINE inline __attribute__((always_inline))
+#define KVFOLD_LAMBDA __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef std::int32_t Ints __attribute__((vector_size(64)));
@@ -256,6 +258,24 @@ void multiply(std::size_t rows, std::size_t depth, std::size_t width, const floa
     rest(std::integral_constant<std::size_t, 4>{});
     rest(std::integral_constant<std::size_t, 5>{});
   }
+}
+
+// Calls visit<i> for i from 0 to Count - 1. What it indexes by them stays in registers, which that of a loop does not.
+template <std::size_t Count, typename Visit>
+KVFOLD_INLINE void each(Visit visit) {
+  [&]<std::size_t... i>(std::index_sequence<i...>) __attribute__((always_inline)) {
+    (visit(std::integral_constant<std::size_t, i>{}), ...);
+  }(std::make_index_sequence<Count>{});
+}
+
+// Calls visit<Rows>(first) over rows in blocks of up to four.
+template <typename Visit>
+KVFOLD_INLINE void in_blocks(std::size_t rows, Visit visit) {
+  std::size_t r = 0;
+  for (; r + 4 <= rows; r += 4) visit(std::integral_constant<std::size_t, 4>{}, r);
+  if (rows - r == 3) visit(std::integral_constant<std::size_t, 3>{}, r);
+  if (rows - r == 2) visit(std::integral_constant<std::size_t, 2>{}, r);
+  if (rows - r == 1) visit(std::integral_constant<std::size_t, 1>{}, r);
 }
 
 constexpr std::size_t padded(std::size_t n) { return (n + kTile - 1) / kTile * kTile; }
