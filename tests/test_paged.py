@@ -190,6 +190,38 @@ def test_bad_input_is_refused() -> None:
         PagedLayer(pair, engine.layer.pool, 1, torch.float32)
 
 
+def test_layers_may_share_a_step_and_not_the_shape_of_their_pools() -> None:
+    """One KV head and two, pages of 16 tokens: each layer finds its own."""
+    layout = PageLayout(get_formats("turboquant-4@16", 64, 64))
+    table, counts = np.array([[3, 4, 5]]), (33, 2)
+    for backend in ("cpu", "reference"):
+        slots, outs = Slots(1), {}
+        layers = {}
+        for kv_heads in (1, 2):
+            pool = PagePool(torch.zeros(6, kv_heads, 16, layout.slot_bytes(4) // 4), layout)
+            layer = PagedLayer(get_formats("turboquant-4@16", 64, 64), pool, 1, torch.float32)
+            layers[kv_heads] = PagedAttention(layer, 2, scaling=0.1, backend=backend)
+        length = 0
+        for count in counts:
+            length += count
+            step = plan([0, count], [length], table, slots, 1, 16)
+            for kv_heads, attention in layers.items():
+                query, key, value = _tokens(count, kv_heads + length, 64, kv_heads, 2 // kv_heads)
+                outs[kv_heads] = attention(query, key, value, step)
+        if backend == "cpu":
+            fast = outs
+    for kv_heads in (1, 2):
+        torch.testing.assert_close(fast[kv_heads], outs[kv_heads], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_step_without_tokens(backend: str) -> None:
+    engine = Engine("turboquant-4", backend=backend)
+    step = plan([0], [], np.zeros((0, 3), dtype=np.int32), engine.slots, 1, engine.size)
+    nothing = torch.zeros(0, 6, 64), torch.zeros(0, 2, 64), torch.zeros(0, 2, 64)
+    assert engine.attention(*nothing, step).shape == (0, 6, 64)
+
+
 def test_a_page_takes_the_bytes_that_formats_say() -> None:
     for dim, slot in ((64, 70), (128, 138)):
         layout = PageLayout(get_formats("kvfold-4", dim, dim))

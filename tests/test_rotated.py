@@ -34,7 +34,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128, 256, 512, 1024])
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])
 def test_codes_and_scales(head_dim: int, kind: str, lanes: str) -> None:
     """Up to rounding: a code may differ where a coordinate lies between two levels to the last digits."""

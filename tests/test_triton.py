@@ -266,6 +266,14 @@ def test_fold_rotated(rule: str, bits: int, dim: int) -> None:
     torch.testing.assert_close(scale[..., 20:90], true_scale, rtol=4e-3, atol=1e-6)
 
 
+def test_fold_rotated_without_tokens() -> None:
+    how = RotatedCode(orthogonal("hadamard", 64), sphere_levels_of(4, 64), "matched")
+    packed, scale, _ = fold.fold_rotated(_random(1, 1, 0, 64), how, "tokens", 64, 5)
+    assert scale.shape == (1, 1, 1, 64)
+    assert not packed.any()
+    assert not scale.any()
+
+
 def test_fold_rotated_about_a_centre() -> None:
     how = RotatedCode(orthogonal("hadamard", 64), sphere_levels_of(3, 64), "least_squares", centred=True)
     x = _random(2, 1, 128, 64) + 3

@@ -83,8 +83,8 @@ class PagedAttention:
         Raises
         ------
         ValueError
-            On another shape or dtype; on a CPU also if a query, or a key or value of a page that becomes full, is NaN
-            or infinite. Elsewhere attention over it gives NaN.
+            On another shape or dtype. Also, unless the backend is "triton", if a key or value of a page that becomes
+            full is NaN or infinite, and by "cpu" if a query is. Otherwise attention over it gives NaN.
         """
         layer = self.layer
         kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim
@@ -120,14 +120,16 @@ def _rows(x: Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 
-_STEPS: WeakKeyDictionary[Step, module.PagedStep] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[Step, dict[tuple[int, ...], module.PagedStep]] = WeakKeyDictionary()
 
 
 def _paged_step(step: Step, layer: PagedLayer) -> module.PagedStep:
-    """A step as the kernel knows it: once for all layers that share it, as their pools are alike."""
-    if step not in _STEPS:
-        _STEPS[step] = module.paged_step(step.rows, layer.pool.page_at(step.block_table), layer.formats.keys.page_size)
-    return _STEPS[step]
+    """A step as the kernel knows it: once for all layers with such a pool."""
+    size = layer.formats.keys.page_size
+    steps, key = _STEPS.setdefault(step, {}), (size, *layer.pool.geometry)
+    if key not in steps:
+        steps[key] = module.paged_step(step.rows, layer.pool.page_at(step.block_table), size)
+    return steps[key]
 
 
 def _side(fmt: Format, layer: PagedLayer, parts: tuple[Part, ...]) -> module.Side:

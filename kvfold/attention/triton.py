@@ -243,7 +243,7 @@ class _PoolPart:
 
 @dataclass(frozen=True, eq=False)
 class _PoolStep:
-    """A step as kernels know it: the same to all layers, as their pools are alike.
+    """A step as kernels know it: the same to all layers whose pools are alike.
 
     Attributes
     ----------
@@ -258,22 +258,22 @@ class _PoolStep:
     left: Tensor
 
 
-_STEPS: WeakKeyDictionary[Step, dict[torch.device, _PoolStep]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[Step, dict[tuple[object, ...], _PoolStep]] = WeakKeyDictionary()
 
 
 def _on_device(step: Step, layer: PagedLayer, device: torch.device) -> _PoolStep:
-    """A step sent to a device, once for all layers."""
-    steps = _STEPS.setdefault(step, {})
-    if device not in steps:
-        size, pool = layer.formats.keys.page_size, layer.pool
+    """A step sent to a device, once for all layers with such a pool."""
+    size, pool = layer.formats.keys.page_size, layer.pool
+    steps, key = _STEPS.setdefault(step, {}), (device, size, *pool.geometry)
+    if key not in steps:
         units = pool.units(step.block_table)
         parts = [
             _pool_part(step, range(first, min(first + QUERIES, step.tokens)), size, units, device)
             for first in range(0, step.tokens, QUERIES)
         ]
         folded, left = (torch.from_numpy(x).to(device) for x in (pool.units_of(step.folded.numpy()), step.left(size)))
-        steps[device] = _PoolStep(parts, folded, left)
-    return steps[device]
+        steps[key] = _PoolStep(parts, folded, left)
+    return steps[key]
 
 
 def _pool_part(step: Step, part: range, size: int, units: NDArray[np.int64], device: torch.device) -> _PoolPart:

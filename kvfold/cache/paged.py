@@ -149,7 +149,13 @@ class PagePool:
 
     def page_at(self, block_table: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bytes from the first page to each page of sequences: (sequences, blocks) → (sequences, pages)."""
-        return self._at(block_table[..., None], np.arange(self.pages_a_block)).reshape(len(block_table), -1)
+        at = self._at(block_table[..., None], np.arange(self.pages_a_block))
+        return at.reshape(len(block_table), block_table.shape[1] * self.pages_a_block)
+
+    @property
+    def geometry(self) -> tuple[int, ...]:
+        """What decides where a block's pages lie: pools with the same are alike."""
+        return self.block_bytes, self.pages_a_block, self.kv_heads, self.page_bytes
 
     def _at(self, block: NDArray[np.integer], page: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bytes from the first page to pages of blocks."""
@@ -163,20 +169,24 @@ class PagePool:
         ValueError
             If blocks do not lie whole such steps apart.
         """
+        return self._in_units(self.page_at(block_table))
+
+    def units_of(self, pages: NDArray[np.integer]) -> NDArray[np.int64]:
+        """`units` of pages by their numbers: (pages)."""
+        return self._in_units(self._at(pages // self.pages_a_block, pages % self.pages_a_block))
+
+    def _in_units(self, page_at: NDArray[np.int64]) -> NDArray[np.int64]:
         if self.block_bytes % self.page_bytes:
             raise ValueError(
                 f"blocks lie {self.block_bytes} bytes apart: GPU kernels want multiples of {self.page_bytes}"
             )
-        return self.page_at(block_table) // self.page_bytes
-
-    def units_of(self, pages: NDArray[np.integer]) -> NDArray[np.int64]:
-        """`units` of pages by their numbers: (pages)."""
-        return self._at(pages // self.pages_a_block, pages % self.pages_a_block) // self.page_bytes
+        return page_at // self.page_bytes
 
     def elements(self, part: Part) -> tuple[Tensor, int]:
         """All of the pool from the first page's `part` on, in its dtype; and how many elements a unit has."""
         count = (self.pages.shape[0] - 1) * self.block_bytes + self.pages[0].numel() - part.offset
-        whole = torch.as_strided(self.pages, (count // 4 * 4,), (1,), self.pages.storage_offset() + part.offset)
+        count = count // 4 * 4  # a page of an odd size may leave less than an element
+        whole = torch.as_strided(self.pages, (count,), (1,), self.pages.storage_offset() + part.offset)
         return whole.view(part.dtype), self.page_bytes // part.dtype.itemsize
 
     def write(self, pages: Tensor, folded: tuple[Pages, Pages]) -> None:

@@ -32,7 +32,7 @@ class IntegerValues {
   void prepare(std::size_t number, const Page& page, std::size_t rows, const float* probabilities, std::size_t stride) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       for (std::size_t group = 0; group < side_.groups; ++group)
-        round<Rows>(at(number, group, r), page, group, probabilities + r * stride, stride);
+        round<Rows>(index_of(number, group, r), page, group, probabilities + r * stride, stride);
     });
   }
 
@@ -42,7 +42,7 @@ class IntegerValues {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       for (std::size_t i = 0; i < numbers_.run_count(); ++i) {
         const Numbers::Run& run = numbers_.run(i);
-        const std::size_t weights = at(number, run.group, r);
+        const std::size_t weights = index_of(number, run.group, r);
         in_widths<4>(run.count, [&](auto many, std::size_t tile) {
           const std::uint8_t* from = code + 2 * size_ * (run.before + run.bits * tile);
           float* to = sums + r * width;
@@ -62,12 +62,13 @@ class IntegerValues {
   };
 
   // Which weights those of a page, scale group and block of rows are.
-  std::size_t at(std::size_t number, std::size_t group, std::size_t r) const {
+  std::size_t index_of(std::size_t number, std::size_t group, std::size_t r) const {
     return (number * side_.groups + group) * blocks_ + r / kBlock;
   }
 
-  std::uint8_t* bytes(std::size_t index) const {
-    return reinterpret_cast<std::uint8_t*>(const_cast<float*>(weights_.data())) + index * kBlock * size_;
+  std::uint8_t* bytes(std::size_t index) { return reinterpret_cast<std::uint8_t*>(weights_.data()) + index * kBlock * size_; }
+  const std::uint8_t* bytes(std::size_t index) const {
+    return reinterpret_cast<const std::uint8_t*>(weights_.data()) + index * kBlock * size_;
   }
 
   // Probabilities times a group's scales as whole numbers of 8 bits.

@@ -42,13 +42,26 @@ inline void walsh_hadamard_of(const float* from, const float* before, float* to,
   });
 }
 
-// The same for n = 2^k numbers. `from` may be `to`.
+// The same for n = 2^k numbers; `to` may be `from`.
 inline void walsh_hadamard(std::size_t n, const float* from, const float* before, float* to, const float* after, float by) {
+  constexpr std::size_t most = 16;  // vectors that a transform has registers for
   if (n == kLanes) return walsh_hadamard_of<1>(from, before, to, after, by);
   if (n == 2 * kLanes) return walsh_hadamard_of<2>(from, before, to, after, by);
   if (n == 4 * kLanes) return walsh_hadamard_of<4>(from, before, to, after, by);
   if (n == 8 * kLanes) return walsh_hadamard_of<8>(from, before, to, after, by);
-  if (n == 16 * kLanes) return walsh_hadamard_of<16>(from, before, to, after, by);
+  if (n == most * kLanes) return walsh_hadamard_of<most>(from, before, to, after, by);
+  if (n > most * kLanes) {
+    for (std::size_t i = 0; i < n; i += most * kLanes)
+      walsh_hadamard_of<most>(from + i, before ? before + i : nullptr, to + i, nullptr, by);
+    for (std::size_t half = most * kLanes; half < n; half *= 2)
+      for (std::size_t first = 0; first < n; first += 2 * half)
+        for (std::size_t i = first; i < first + half; i += kLanes) {
+          const Vec a = load(to + i), b = load(to + i + half);
+          store(to + i, a + b), store(to + i + half, a - b);
+        }
+    for (std::size_t i = 0; after && i < n; i += kLanes) store(to + i, load(to + i) * load(after + i));
+    return;
+  }
   for (std::size_t i = 0; i < n; ++i) to[i] = from[i] * (before ? by * before[i] : by);
   for (std::size_t half = 1; half < n; half *= 2)
     for (std::size_t first = 0; first < n; first += 2 * half)

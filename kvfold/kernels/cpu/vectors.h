@@ -260,7 +260,7 @@ void multiply(std::size_t rows, std::size_t depth, std::size_t width, const floa
   }
 }
 
-// Calls visit<i> for i from 0 to Count - 1. What it indexes by them stays in registers, which that of a loop does not.
+// Calls visit(i) for constants i from 0 to Count - 1. What it indexes by them stays in registers, which that of a loop does not.
 template <std::size_t Count, typename Visit>
 KVFOLD_INLINE void each(Visit visit) {
   [&]<std::size_t... i>(std::index_sequence<i...>) __attribute__((always_inline)) {

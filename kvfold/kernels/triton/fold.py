@@ -166,9 +166,9 @@ def fold_rotated_into(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int,
     dim, flat, tokens = matrix.shape[0], heads_of(x), x.shape[-2]
     bits, pages = (how.bits,) * (padded(dim) // TILE), -(-(slot + tokens) // page_size)
     (code, by_code), (scale, by_scale), (centre, by_centre) = map(places.of, ("code", "scale", "centre"))
-    channels = triton.next_power_of_2(padded(dim))
-    if flat.numel():
-        _fold_rotated[(x.shape[:-2].numel() * pages,)](
+    channels, programs = triton.next_power_of_2(padded(dim)), x.shape[:-2].numel() * pages
+    if programs:
+        _fold_rotated[(programs,)](
             flat, matrix, 0.5 * (levels[1:] + levels[:-1]), levels, bits_table(bits, x.device), places.units,
             code, scale, centre, by_code, by_scale, by_centre, slot, tokens, pages, flat.shape[1], *flat.stride()[:3],
             IN=matrix.shape[1], DIM=dim, BITS=how.bits, RULE=how.rule, CENTRED=how.centred, CHANNELS=channels,
