@@ -1,5 +1,7 @@
 """The CPU kernel against the reference."""
 
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor
@@ -304,7 +306,36 @@ def test_memory_that_moves_is_found_again() -> None:
     for store in (rows.keys, rows.values):
         for _, tensor in store.storage.tensors():
             tensor.untyped_storage().share_memory_()
+    for tensor in (*rows.sinks, *rows.tail):
+        tensor.untyped_storage().share_memory_()
     assert torch.equal(_both(new, q)[0], before)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float64, torch.float64)])
+def test_sinks_that_the_kernel_takes_as_a_copy_are_copied_anew(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense_dtype = torch.float64 if dtypes[0] == torch.float64 else None
+    layer = LayerCache("centred-4", dense_dtype=dense_dtype)
+    for crop in (None, 4, 4):
+        if crop:
+            layer.crop(crop)
+        key, value = (torch.randn(1, 2, 30, 64, generator=generator).to(dtype) for dtype in dtypes)
+        new = layer.append(key, value)
+        _close(*_both(new, torch.randn(1, 4, 30, 64, generator=generator)))
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+def test_memory_that_is_given_back_is_free(format: str) -> None:
+    """Whatever is remembered of where pages lie."""
+    new = _fill(format, 700, 1)
+    q = torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(0))
+    _both(new, q)
+    rows = new.layer.groups[0].rows
+    held = [ref(tensor) for pages in rows.pages() for _, tensor in pages.tensors()]
+    new.layer.crop(200)
+    assert not any(tensor() is not None for tensor in held)
+    new.layer.append(torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64))
+    _close(*_both(new.layer.append(torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64)), q))
 
 
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4+qjl", "turboquant-8", "float16:hadamard-3"])

@@ -1,5 +1,7 @@
 """The folded cache of one layer: growth, cropping, rearranging, accounting."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,6 +152,29 @@ def test_held_bytes_walks_real_storages() -> None:
     tables = 64 * 64 * 4 + 64 * 4 + 2 * 4 * 16 * 4  # one shared rotation and its signs; a level table each
     assert held_bytes(rows) == dense + page + tables
     assert all(isinstance(t, Tensor) for t in walk_tensors(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_graph_grows_with_the_cache(dtype: torch.dtype) -> None:
+    key, value = (x.to(dtype).requires_grad_() for x in _kv(1, 120))
+    cache = LayerCache("centred-4")
+    for t in (slice(0, 110), *(slice(i, i + 1) for i in range(110, 120))):
+        cache.append(key[:, :, t], value[:, :, t])
+    assert not any(t.requires_grad for t in walk_tensors(cache))
+    assert copy.deepcopy(cache).columns == 120
+
+
+def test_tokens_that_are_no_plain_numbers_join_as_what_they_stand_for() -> None:
+    key, value = _kv(1, 41)
+    plain, other = LayerCache("centred-4"), LayerCache("centred-4")
+    for cache in (plain, other):
+        cache.append(key[:, :, :40], value[:, :, :40])
+    plain.append(key[:, :, 40:], value[:, :, 40:])
+    imaginary = [torch.complex(torch.zeros_like(x), -x).conj().imag for x in (key[:, :, 40:], value[:, :, 40:])]
+    assert imaginary[0].is_neg()  # its memory holds the opposite sign
+    other.append(*imaginary)
+    for a, b in zip(plain.groups[0].rows.tail, other.groups[0].rows.tail, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_nothing_of_a_long_append_is_kept_alive() -> None:

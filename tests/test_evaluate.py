@@ -60,8 +60,9 @@ def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: T
     assert paper.delta_ppl == pytest.approx(paper.ppl - paper.ppl_dense)
     assert paper.delta_ppl_pct == pytest.approx(100 * paper.delta_ppl / paper.ppl_dense)
     assert len(paper.key_error) == 30
-    for error in (*paper.key_error, *paper.value_error):
-        assert error == pytest.approx(0.00913, rel=0.2)
+    errors = (*paper.key_error, *paper.value_error)
+    assert sum(errors) / len(errors) == pytest.approx(0.00913, rel=0.02)  # that of Gaussian coordinates
+    assert 0.008 < min(errors) < max(errors) < 0.0125  # a layer's vectors are fewer, and alike
     assert max(mixed.key_error) < 0.0095  # around a centre
     assert min(mixed.value_error) > 0.09  # two bits
     row = paper.to_json(model="smollm2", text_sha=text_sha256("x"))

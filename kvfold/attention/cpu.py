@@ -1,6 +1,8 @@
 """Attention over folded rows on a CPU, in C++ (kvfold/kernels/cpu/attend_impl.h)."""
 
-from array import array
+from dataclasses import dataclass
+from operator import is_
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,10 +12,14 @@ from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import Format
 from kvfold.formats.page import FirstChannels, PageForm, Pages
+from kvfold.kernels.copy import numbers_at
 from kvfold.kernels.cpu import module
 from kvfold.kernels.ops import DTYPES
 from kvfold.quant.packing import TILE
 from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, OrderedMatrix
+
+if TYPE_CHECKING:
+    from kvfold.kernels.cpu._cpu import SpanAt
 
 INSTRUCTION_SETS: list[str] = module.instruction_sets()
 """What this machine runs, best first."""
@@ -33,7 +39,7 @@ def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | N
     for form in (rows.keys.form, rows.values.form):
         if form.only_reference is not None:
             return form.only_reference
-        if any(width % TILE for width in form.groups):
+        if not form.groups_are_tiles:
             return f"the CPU kernel takes scales for groups of {TILE} channels, these are of {form.groups}"
     return None
 
@@ -56,49 +62,31 @@ def attend_rows(
     instruction_set
         One of `INSTRUCTION_SETS`.
     """
-    batch, heads, n, key_dim = query.shape
-    kv_heads, value_dim = rows.kv_heads, rows.value_dim
+    batch, heads, n, _ = query.shape
     _check(query, rows, mask, sink_logits)
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    until, after = rows.reach(n, dense, causal=mask is None)
-    views = array("q", (*until, *after, *map(min, until, after)))
-    folded_until = views.buffer_info()[0]  # then where all ends, and the lesser of both
-    stop, folded_stop = folded_until + n * views.itemsize, folded_until + 2 * n * views.itemsize
-
-    task = module.Attention(
-        instruction_set, batch, kv_heads, heads // kv_heads, n, key_dim, value_dim, torch.get_num_threads()
-    )
-    by_row, by_head, by_token, _ = query.stride()
-    task.set_query(query.data_ptr(), DTYPES[query.dtype], by_row, by_head, by_token, scaling)
-    keys, values = _side(rows.keys), _side(rows.values)  # the kernel reads them until it returns
-    of_keys, of_values = rotation(rows.keys.form.transform), rotation(rows.values.form.transform)
-    task.set_pages(rows.keys.count, keys, values, of_keys, of_values, rows.window.sinks, folded_stop)
-    held = []  # tensors whose addresses the kernel has
-    for span, start in ((rows.sink_span(), 0), (dense, folded_until)):
-        if span is None or span.start == span.stop:
-            continue
-        key, value = span.key, span.value
-        if key.dtype != value.dtype or key.dtype not in DTYPES or key.stride(-1) != 1 or value.stride(-1) != 1:
-            key, value = key.float().contiguous(), value.float().contiguous()
-        held += [key, value]
-        key_row, key_head, key_token, _ = key.stride()
-        value_row, value_head, value_token, _ = value.stride()
-        task.add_span(
-            key.data_ptr(), value.data_ptr(), key_row, key_head, key_token, value_row, value_head, value_token,
-            DTYPES[key.dtype], span.start, key.shape[2], start, stop,
-        )  # fmt: skip
+    queries = numbers_at(query) or numbers_at(query := query.contiguous())
+    sinks, of_sinks = _span(rows.sink_span())
+    others, of_others = _span(dense)
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         by_row, by_head, by_query = (0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3))
-        task.set_mask(mask.data_ptr(), by_row, by_head, by_query, mask.shape[-1])
+        masked = mask.data_ptr(), by_row, by_head, by_query, mask.shape[-1]
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
-    out = torch.empty(batch, heads, n, value_dim)
-    if not task.attend(softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), out.data_ptr()):
+    until, after = rows.reach(n, dense, causal=mask is None)
+    out = torch.empty(batch, n, heads, rows.value_dim)
+    assert queries is not None
+    whole = _kernel(rows, instruction_set).attend(
+        batch, heads // rows.kv_heads, queries, scaling, rows.keys.count, until + after, sinks, others,
+        None if mask is None else masked, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(),
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    del of_sinks, of_others  # until here the kernel had their addresses
+    if not whole:
         raise ValueError(
             "query holds a NaN or an infinity, or grows to one when scaled: attention over it means nothing"
         )
-    return out
+    return out.transpose(1, 2)
 
 
 def reads_as(format: Format, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
@@ -130,38 +118,83 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
         raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}: give one for each of the {heads} heads")
 
 
-_SIDES: WeakKeyDictionary[Pages, dict[type, tuple[tuple[int, ...], module.Side]]] = WeakKeyDictionary()
-_ROTATIONS: WeakKeyDictionary[AnyTransform, tuple[tuple[int, ...], module.Rotation]] = WeakKeyDictionary()
+def _span(span: DenseSpan | None) -> "tuple[SpanAt | None, tuple[Tensor, ...]]":
+    """A span as the kernel knows it, and the tensors whose addresses that has."""
+    if span is None or not span.tokens:
+        return None, ()
+    key, value = span.storage
+    keys, values = numbers_at(key, span.first), numbers_at(value, span.first)
+    if keys is not None and values is not None and keys[1] == values[1]:
+        return (keys, values, span.start, span.tokens), span.storage
+    key, value = span.key.float().contiguous(), span.value.float().contiguous()
+    keys, values = numbers_at(key), numbers_at(value)
+    assert keys is not None
+    assert values is not None
+    return (keys, values, span.start, span.tokens), (key, value)
+
+
+@dataclass(eq=False)
+class _Known:
+    """Rows as the kernel knows them, as long as they are made of `parts` and `tensors` lie `at` the same addresses."""
+
+    parts: tuple[object, ...]
+    tensors: tuple[Tensor, ...]
+    at: list[int]
+    kernel: module.Rows
+
+
+# By their folded keys, or by themselves while there are none: so no memory outlives the pages that it belongs to.
+_KNOWN: WeakKeyDictionary[Pages | FoldedRows, _Known] = WeakKeyDictionary()
+
+
+def _kernel(rows: FoldedRows, instruction_set: str) -> module.Rows:
+    """Rows as the kernel knows them, made anew when they have others or memory has moved (`share_memory_` moves it)."""
+    keys, values, pages = rows.keys.form, rows.values.form, rows.keys.storage
+    others = None if rows.values.storage is pages else rows.values.storage
+    parts = (instruction_set, keys, values, others)
+    known = _KNOWN.get(pages or rows)
+    if known is None or not all(map(is_, parts, known.parts)) or _addresses(known.tensors) != known.at:
+        kernel = module.Rows(
+            instruction_set, _side(rows.keys), _side(rows.values), rotation(keys.transform), rotation(values.transform),
+            rows.kv_heads, rows.key_dim, rows.value_dim, rows.window.sinks,
+        )  # fmt: skip
+        tables = (tensor for form in (keys, values) for tensor in (form.lut, *form.transform.tensors()))
+        folded = (tensor for side in rows.pages() if side is not None for _, tensor in side.tensors())
+        tensors = (*tables, *folded)
+        known = _KNOWN[pages or rows] = _Known(parts, tensors, _addresses(tensors), kernel)
+    return known.kernel
+
+
+def _addresses(tensors: tuple[Tensor, ...]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _side(store: PageStore | StoreView) -> module.Side:
-    """A store's pages as the kernel knows them, made anew when memory has moved (`share_memory_` moves it)."""
+    """A store's pages as the kernel knows them."""
     form, pages = store.form, store.storage
     if pages is None:
         return bare_side(form, (0, 0, 0))
-    scale, offset, centre, channel_scale = pages.scale, pages.offset, pages.centre, pages.channel_scale
-    plain = pages.plain if form.plain_dim else None
-    parts = (form.lut, pages.code, scale, offset, centre, channel_scale, plain)
-    at = tuple(0 if part is None else part.data_ptr() for part in parts)
-    of_forms = _SIDES.setdefault(pages, {})  # values may be a view of the same pages
-    known = of_forms.get(type(form))
-    if known is not None and known[0] == at:
-        return known[1]
-    code = pages.code
-    side = bare_side(form, (at[1], code.stride(0) * code.itemsize, code.stride(1) * code.itemsize))
+    code, scale, plain = pages.code, pages.scale, pages.plain
+    side = bare_side(form, (code.data_ptr(), code.stride(0) * code.itemsize, code.stride(1) * code.itemsize))
     if scale is not None:
         groups = [g for g, width in enumerate(form.groups) for _ in range(width // TILE)]
         side.set_scale(
-            at[2], DTYPES[scale.dtype], form.signed_scale, at[3], scale.stride(0), scale.stride(1), scale.shape[-1],
-            bytes(groups),
+            scale.data_ptr(), DTYPES[scale.dtype], form.signed_scale, _address(pages.offset), scale.stride(0),
+            scale.stride(1), scale.shape[-1], bytes(groups),
         )  # fmt: skip
-    either = centre if centre is not None else channel_scale
+    either = pages.centre if pages.centre is not None else pages.channel_scale
     if either is not None:
-        side.set_centre(at[4], at[5], either.stride(0), either.stride(1), either.shape[-1])
-    if plain is not None:
-        side.set_plain(at[6], plain.stride(0), plain.stride(1), plain.shape[-1])
-    of_forms[type(form)] = at, side
+        side.set_centre(
+            _address(pages.centre), _address(pages.channel_scale), either.stride(0), either.stride(1), either.shape[-1]
+        )
+    if form.plain_dim:
+        assert plain is not None
+        side.set_plain(plain.data_ptr(), plain.stride(0), plain.stride(1), plain.shape[-1])
     return side
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
@@ -177,24 +210,15 @@ def bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
 
 
 def rotation(transform: AnyTransform) -> module.Rotation:
-    """A transform as the kernel knows it, made anew when memory has moved."""
-    at = tuple(tensor.data_ptr() for tensor in transform.tensors())
-    known = _ROTATIONS.get(transform)
-    if known is not None and known[0] == at:
-        return known[1]
+    """A transform as the kernel knows it."""
     if isinstance(transform, ChannelOrder):
-        found = module.Rotation.order(*_order(transform))
-    elif isinstance(transform, OrderedMatrix):
-        found = module.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
-    elif isinstance(transform, Hadamard):
-        mix = 0 if transform.mix is None else transform.mix.data_ptr()
-        found = module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), mix)
-    else:
-        code_dim, dim = transform.matrix.shape
-        inverse = 0 if transform.general_inverse is None else transform.general_inverse.data_ptr()
-        found = module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), inverse)
-    _ROTATIONS[transform] = at, found
-    return found
+        return module.Rotation.order(*_order(transform))
+    if isinstance(transform, OrderedMatrix):
+        return module.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
+    if isinstance(transform, Hadamard):
+        return module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), _address(transform.mix))
+    code_dim, dim = transform.matrix.shape
+    return module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), _address(transform.general_inverse))
 
 
 def _order(order: ChannelOrder) -> tuple[int, int, int, int]:

@@ -112,7 +112,7 @@ def attend_pages(
             barred = token >= reader.folded_until.unsqueeze(-1)
             scores = reader._visible(page_scores(keys_form.rotated_query(q), keys, keys_form), token, barred)
             reader.state.rotated += page_outputs(reader.state.weights(scores), values, values_form)
-        reader.read_dense(q, DenseSpan(dense[0], dense[1], length - count - held), folded_later=True)
+        reader.read_dense(q, DenseSpan.of(dense[0], dense[1], length - count - held), folded_later=True)
         out[new] = reader.state.result(values_form, logits)[0].flatten(0, 1).transpose(0, 1)
     return out
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 
 import torch
@@ -36,10 +37,15 @@ class RowGroup:
     padding: int
     rows: FoldedRows
 
+    @cached_property
+    def count(self) -> int:
+        """How many rows."""
+        return len(self.batch_rows)
+
     def own(self, columns: Tensor, first: int) -> Tensor:
         """These rows' tokens among batch columns (batch, heads, n, …) that start at column `first`."""
         skip = max(self.padding - first, 0)
-        if len(self.batch_rows) < columns.shape[0]:
+        if self.count < columns.shape[0]:
             columns = columns.index_select(0, self.batch_rows)
         return columns[:, :, skip:] if skip else columns
 
@@ -145,6 +151,9 @@ class LayerCache:
         self.columns = 0
         self.groups: list[RowGroup] = []
         self.newest_queries: Tensor | None = None
+        self._fits: list[tuple[torch.Size, torch.dtype, torch.device]] | None = (
+            None  # what `_check` had nothing to say of last
+        )
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
@@ -169,6 +178,33 @@ class LayerCache:
             and attention over a NaN or infinity gives NaN until then.
         """
         self._check(key, value)
+        first_column = self.columns
+        dense = self._join(key, value)
+        if dense is None:
+            dense = self._grow(key, value, padding)
+        self.columns += key.shape[2]
+        return Appended(self, first_column, key.shape[2], dense)
+
+    def _join(self, key: Tensor, value: Tensor) -> list[DenseSpan | None] | None:
+        """Append tokens that join the tail of each group and do no more, as most that are decoded; None if these do."""
+        n = key.shape[2]
+        if self.awaits_rows:
+            return None
+        for group in self.groups:
+            if not group.rows.only_joins_tail(n):
+                return None
+        key, value = key.detach(), value.detach()
+        for group in self.groups:
+            try:
+                whole = group.rows.write(group.own(key, self.columns), group.own(value, self.columns))
+            except ValueError as error:
+                raise ValueError(f"layer {self.index}: {error}") from None
+            if not whole:
+                return None  # `_grow` says which number is not finite
+        return [group.rows.join(n) for group in self.groups]  # does not fail
+
+    def _grow(self, key: Tensor, value: Tensor, padding: Sequence[int] | None) -> list[DenseSpan | None]:
+        """Append any tokens."""
         n, batch = key.shape[2], key.shape[0]
         skipped = [0] * batch
         if self.awaits_rows:
@@ -190,12 +226,10 @@ class LayerCache:
             raise ValueError(f"layer {self.index}: {error}") from None
         # Nothing below fails.
         dense = [group.rows.commit(tokens) for group, tokens in zip(groups, pending, strict=True)]
-        first_column = self.columns
         self.groups = groups
-        self.columns += n
         if self._like is None:
             self._like = tuple(x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (key, value))  # type: ignore[assignment]
-        return Appended(self, first_column, n, dense)
+        return dense
 
     def observe(self, query: Tensor | None, new: Appended) -> None:
         """Show the queries of the tokens just appended to formats that go by them; then attention may read.
@@ -283,6 +317,9 @@ class LayerCache:
         ]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
+        given = [(x.shape, x.dtype, x.device) for x in (key, value, *(self._like or ()))]
+        if given == self._fits:
+            return
         where = f"layer {self.index}"
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
@@ -305,6 +342,7 @@ class LayerCache:
                 raise ValueError(f"{where}: {name} is on {new.device}, the cache is on {held.device}")
             if self._stored_dtype(new) != held.dtype:
                 raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
+        self._fits = given
 
     def _stored_dtype(self, x: Tensor) -> torch.dtype:
         if self.dense_dtype is not None:
@@ -505,7 +543,7 @@ class LayerCache:
     @property
     def awaits_rows(self) -> bool:
         """Whether some row has not had its first token yet."""
-        return self._like is None or sum(len(group.batch_rows) for group in self.groups) < self.batch
+        return self._like is None or sum(group.count for group in self.groups) < self._like[0].shape[0]
 
     @property
     def batch(self) -> int:
@@ -529,12 +567,12 @@ class LayerCache:
             return 0
         own = self._like[:1] if self.values_of_keys else self._like
         per_token = sum(like.shape[1] * like.shape[3] for like in own)
-        return per_token * sum(len(group.batch_rows) * group.rows.seen for group in self.groups)
+        return per_token * sum(group.count * group.rows.seen for group in self.groups)
 
     @property
     def evicted_count(self) -> int:
         """Tokens of all rows that each head has forgotten."""
-        return sum(len(group.batch_rows) * group.rows.evicted for group in self.groups)
+        return sum(group.count * group.rows.evicted for group in self.groups)
 
     def own(self) -> list[object]:
         """What holds this layer's own tensors: pages, dense tokens, row indices."""

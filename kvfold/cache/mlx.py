@@ -144,12 +144,11 @@ class ArrayRows(FoldedRows):
             self.length += n
         tail = self.tail_span()
         if tail is None:
-            return DenseSpan(key, value, self.length)  # of no token: all are sinks
+            return DenseSpan.of(key, value, self.length)  # of no token: all are sinks
         if not self.formats.awaits_fit:
             self._fold_into_stores(tail, self.formats)
         self._drop_folded(tail)
-        skip = max(unread - tail.start, 0)
-        return DenseSpan(tail.key[:, :, skip:], tail.value[:, :, skip:], tail.start + skip)
+        return tail.after(max(unread - tail.start, 0))
 
     def _fold_into_stores(self, tail: DenseSpan, formats: FormatPair) -> None:
         """Fold what is ripe of the tail."""

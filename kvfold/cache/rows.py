@@ -14,7 +14,7 @@ before; the query that completes them is the first that reads folded pages.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
+from kvfold.kernels.copy import copy_finite
 from kvfold.quant.finite import finite
 
 TAIL_STEP = 16
@@ -41,19 +42,43 @@ class DenseSpan:
 
     Attributes
     ----------
-    key, value
-        Shape (batch, kv_heads, tokens, dim).
+    storage
+        Keys and values, (batch, kv_heads, any, dim), these among them.
     start
         Position of the first.
+    first, tokens
+        Its place in `storage`, and how many there are.
     """
 
-    key: Tensor
-    value: Tensor
+    storage: tuple[Tensor, Tensor]
     start: int
+    first: int
+    tokens: int
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, start: int) -> "DenseSpan":
+        """All of `key` and `value`."""
+        return cls((key, value), start, 0, key.shape[2])
+
+    def after(self, tokens: int) -> "DenseSpan":
+        """Without the first `tokens`, which may be more than there are."""
+        left = max(self.tokens - tokens, 0)
+        return DenseSpan(self.storage, self.start + tokens, self.first + self.tokens - left, left)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """Keys of these tokens alone, (batch, kv_heads, tokens, key_dim)."""
+        return self.storage[0][:, :, self.first : self.first + self.tokens]
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Values of these tokens alone, (batch, kv_heads, tokens, value_dim)."""
+        return self.storage[1][:, :, self.first : self.first + self.tokens]
 
     @property
     def stop(self) -> int:
-        return self.start + self.key.shape[2]
+        """Position after the last."""
+        return self.start + self.tokens
 
 
 @dataclass(eq=False)
@@ -69,8 +94,7 @@ class Pending:
     pages
         Folded pages for each of `FoldedRows.stores`, if there are any.
     dense
-        The tail and the new tokens after the sinks; None if the formats fold by token, or if the new tokens only
-        join the tail, which has room for them.
+        The tail and the new tokens after the sinks; None if the formats fold by token.
     """
 
     key: Tensor
@@ -218,19 +242,64 @@ class FoldedRows:
         """The sinks held so far."""
         if self.sinks is None:
             return None
-        held = min(self.length, self.window.sinks)
-        key, value = self.sinks
-        return DenseSpan(key[:, :, :held], value[:, :, :held], start=0)
+        return DenseSpan(self.sinks, start=0, first=0, tokens=min(self.length, self.window.sinks))
 
     def tail_span(self) -> DenseSpan | None:
         """The tail, with the tokens of it that are folded too."""
         if self.tail is None or self.length <= self.tail_start:
             return None
-        held = self.length - self.tail_start
-        key, value = self.tail
-        return DenseSpan(key[:, :, :held], value[:, :, :held], start=self.tail_start)
+        return DenseSpan(self.tail, self.tail_start, first=0, tokens=self.length - self.tail_start)
 
     # Growing
+
+    def only_joins_tail(self, n: int) -> bool:
+        """Whether `n` new tokens fold nothing, push nothing out of the tail, and find room there."""
+        stop = self.length + n
+        return (
+            self.tail is not None
+            and self.length >= self.window.sinks
+            and stop - self.tail_start <= self.tail[0].shape[2]
+            and (self.formats.awaits_fit or self._full_pages(stop, self.window.recent) <= self.keys.count)
+            and self._start_of_tail(stop) == self.tail_start
+        )
+
+    def write(self, key: Tensor, value: Tensor) -> bool:
+        """Write tokens behind the newest, which `only_joins_tail`; `join` is what makes them held.
+
+        Parameters
+        ----------
+        key, value
+            As for `prepare`, in any floating dtype, and not known to be finite.
+
+        Returns
+        -------
+        bool
+            Whether they are finite, as far as this device looks at them now (`LOOKED_AT_ONCE`).
+
+        Raises
+        ------
+        ValueError
+            As `look`.
+        """
+        assert self.tail is not None
+        at, n = self.length - self.tail_start, key.shape[2]
+        waits = key.device.type not in LOOKED_AT_ONCE
+        if waits:
+            self.look()
+        whole = True
+        for kept, new in zip(self.tail[: len(self.stores)], (key, value), strict=False):
+            if waits and n == 1:
+                kept[:, :, at : at + n] = new
+            else:
+                whole &= copy_finite(new, kept, at)
+        return whole
+
+    def join(self, n: int) -> DenseSpan:
+        """Hold the `n` tokens that were written, and return what `commit` does."""
+        assert self.tail is not None
+        self.length += n
+        start = self.folded_stop
+        return DenseSpan(self.tail, start, first=start - self.tail_start, tokens=self.length - start)
 
     def prepare(self, key: Tensor, value: Tensor) -> "Pending":
         """Fold what new tokens make ripe, changing nothing yet.
@@ -249,9 +318,7 @@ class FoldedRows:
             self.look()
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         n = key.shape[2] - into_sinks
-        if self._only_joins_tail(n, into_sinks):
-            return Pending(key, value, into_sinks, n, pages=None, dense=None)
-        new = DenseSpan(key[:, :, into_sinks:], value[:, :, into_sinks:], self.length + into_sinks)
+        new = DenseSpan((key, value), self.length + into_sinks, into_sinks, n)
         if self.formats.folds_by_token:
             pages = None
             if n:
@@ -262,20 +329,9 @@ class FoldedRows:
         tail = self.tail_span()
         dense = new
         if tail is not None:
-            dense = DenseSpan(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
+            dense = DenseSpan.of(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
         pages = None if self.formats.awaits_fit else self._fold_ripe(dense, self.formats)
         return Pending(key, value, into_sinks, n, pages, dense)
-
-    def _only_joins_tail(self, n: int, into_sinks: int) -> bool:
-        """Whether `n` new tokens fold nothing, push nothing out of the tail, and find room there."""
-        stop = self.length + n
-        return (
-            self.tail is not None
-            and not into_sinks
-            and stop - self.tail_start <= self.tail[0].shape[2]
-            and (self.formats.awaits_fit or self._full_pages(stop, self.window.recent) <= self.keys.count)
-            and self._start_of_tail(stop) == self.tail_start
-        )
 
     def _fold_ripe(self, dense: DenseSpan, formats: FormatPair) -> list[Pages] | None:
         """The pages of `dense` that are ripe and not folded yet, folded."""
@@ -296,15 +352,7 @@ class FoldedRows:
         """
         self._keep_sinks(pending.key, pending.value, pending.into_sinks)
         folded_stop, dense = self.folded_stop, pending.dense
-        if dense is None and not self.formats.folds_by_token:
-            assert self.tail is not None
-            held = self.length - self.tail_start
-            for kept, new in zip(self.tail, (pending.key, pending.value), strict=True):
-                kept.narrow(2, held, pending.after_sinks).copy_(new)
-            unread = folded_stop - self.tail_start
-            key, value = (x.narrow(2, unread, held + pending.after_sinks - unread) for x in self.tail)
-            dense = DenseSpan(key, value, folded_stop)
-        elif dense is None:
+        if dense is None:
             if pending.pages is not None:
                 page = max(self.length - self.window.sinks, 0) // self.page_size
                 for store, folded in zip(self.stores, pending.pages, strict=True):
@@ -314,8 +362,7 @@ class FoldedRows:
                 for store, folded in zip(self.stores, pending.pages, strict=True):
                     store.append(folded)
             self._keep_tail(dense, pending.after_sinks)
-            unread = folded_stop - dense.start
-            dense = DenseSpan(dense.key[:, :, unread:], dense.value[:, :, unread:], folded_stop)
+            dense = dense.after(folded_stop - dense.start)
         self.length += pending.key.shape[2]
         return dense
 
@@ -776,8 +823,7 @@ class FoldedRows:
         """All keys and values as attention reads them: (batch, kv_heads, length, dim), float32."""
         tail = self.tail_span()
         if tail is not None:
-            folded_too = max(self.folded_stop - tail.start, 0)
-            tail = DenseSpan(tail.key[:, :, folded_too:], tail.value[:, :, folded_too:], tail.start + folded_too)
+            tail = tail.after(max(self.folded_stop - tail.start, 0))
         spans = [span for span in (self.sink_span(), self._folded_span(), tail) if span is not None]
         return (
             torch.cat([span.key.float() for span in spans], 2),
@@ -789,7 +835,7 @@ class FoldedRows:
             return None
         held = self.folded_stop - self.window.sinks
         key, value = (store.form.unfold(store.pages())[:, :, :held] for store in (self.keys, self.values))
-        return DenseSpan(key, value, self.window.sinks)
+        return DenseSpan.of(key, value, self.window.sinks)
 
 
 def _room(like: Tensor, tokens: int) -> Tensor:

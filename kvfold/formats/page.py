@@ -167,6 +167,11 @@ class PageForm:
         if self.plain_dim and self.lanes == "channels":
             raise ValueError(f"plain_dim = {self.plain_dim}: values have no plain channels, keys may")
 
+    @cached_property
+    def groups_are_tiles(self) -> bool:
+        """Whether scale groups are whole groups of 16 channels, as the CPU kernel takes them."""
+        return not any(width % TILE for width in self.groups)
+
     @property
     def only_reference(self) -> str | None:
         """Why no kernel reads such pages; None if kernels do."""

@@ -102,6 +102,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if calibration is not None and not isinstance(calibration, Calibration):
             calibration = Calibration.load(calibration)
         self.text_config = config.get_text_config(decoder=True)
+        self._shapes: dict[int, tuple[int, int] | None] = {}  # by the config, whose attributes are slow to ask for
         if calibration is not None:
             self._check_calibration(calibration)
         self.forward_pass = ForwardPass()
@@ -294,6 +295,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def _expected_shape(self, layer_idx: int) -> tuple[int, int] | None:
         """(kv_heads, head_dim) of a layer's keys by the config, or None if it is not told simply."""
+        if layer_idx not in self._shapes:
+            self._shapes[layer_idx] = self._configured_shape(layer_idx)
+        return self._shapes[layer_idx]
+
+    def _configured_shape(self, layer_idx: int) -> tuple[int, int] | None:
         config = self.text_config
         if self._latent() is not None:
             return None

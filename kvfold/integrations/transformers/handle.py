@@ -23,13 +23,12 @@ class FoldedHandle(Tensor):
 
     @staticmethod
     def __new__(cls, appended: Appended, like: Tensor, part: int, warn: Callable[[str], None]) -> "FoldedHandle":
-        shape = (*like.shape[:2], appended.layer.columns, like.shape[3])
-        handle = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        batch, heads, _, dim = like.shape
+        handle = Tensor._make_wrapper_subclass(
+            cls, (batch, heads, appended.layer.columns, dim), dtype=like.dtype, device=like.device
+        )
         handle.appended, handle.part, handle.warn = appended, part, warn
         return handle
-
-    def __init__(self, appended: Appended, like: Tensor, part: int, warn: Callable[[str], None]) -> None:
-        pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FoldedHandle(shape={tuple(self.shape)}, layer={self.appended.layer.index})"

@@ -2,6 +2,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+NumbersAt = tuple[int, int, int, int, int]  # address, dtype, and strides of (batch, heads, tokens, dim) but the last
+SpanAt = tuple[NumbersAt, NumbersAt, int, int]  # keys, values, position of the first, how many
+MaskAt = tuple[int, int, int, int, int]  # address, strides of (batch, heads, queries), positions
+
 def pack(codes: Tensor, packed: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack(packed: Tensor, codes: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
 def unpack_levels(packed: Tensor, lut: Tensor, levels: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
@@ -85,47 +89,38 @@ class Rotation:
     @staticmethod
     def hadamard(dim: int, signs: int, mix: int) -> Rotation: ...
 
-class Attention:
+class Rows:
     def __init__(
         self,
         isa: str,
-        batch: int,
-        kv_heads: int,
-        repeat: int,
-        queries: int,
-        key_dim: int,
-        value_dim: int,
-        threads: int,
-    ) -> None: ...
-    def set_query(self, query: int, dtype: int, batch: int, head: int, token: int, scaling: float) -> None: ...
-    def set_pages(
-        self,
-        count: int,
         keys: Side,
         values: Side,
         key_rotation: Rotation,
         value_rotation: Rotation,
-        first: int,
-        folded_stop: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        pages_first: int,
     ) -> None: ...
-    def add_span(
+    def attend(
         self,
-        key: int,
-        value: int,
-        key_batch: int,
-        key_head: int,
-        key_token: int,
-        value_batch: int,
-        value_head: int,
-        value_token: int,
-        dtype: int,
-        first: int,
-        tokens: int,
-        start: int,
-        stop: int,
-    ) -> None: ...
-    def set_mask(self, mask: int, batch: int, head: int, query: int, columns: int) -> None: ...
-    def attend(self, softcap: float, sink_logits: int, out: int) -> bool: ...
+        batch: int,
+        repeat: int,
+        query: NumbersAt,
+        scaling: float,
+        pages: int,
+        reach: list[int],
+        sinks: SpanAt | None,
+        dense: SpanAt | None,
+        mask: MaskAt | None,
+        softcap: float,
+        sink_logits: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> bool: ...
+
+def copy(isa: str, source: NumbersAt, target: NumbersAt, batch: int, heads: int, tokens: int, dim: int, /) -> bool: ...
 
 class PagedLayer:
     def __init__(

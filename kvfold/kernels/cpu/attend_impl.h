@@ -10,7 +10,7 @@
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-constexpr std::size_t kBlocksAThread = 24;  // less work than this is not worth waking a thread
+constexpr std::size_t kBlocksAThread = 12;  // less work than this is not worth waking a thread
 constexpr std::size_t kPiece = 16;          // blocks of a context that one thread reads at a time for few queries
 constexpr std::size_t kPages = 4;           // pages whose softmax is taken together …
 constexpr std::size_t kScores = 4096;       // … unless that is more scores than stay near
@@ -65,6 +65,9 @@ class Worker {
       if (integer_keys_.fits() && sequence_->pages) integer_keys_.prepare(rotated_query, count_, at_once());
 #endif
     }
+    if (block_begin < sequence_->pages)
+      for (Page* side : {key_pages_, value_pages_})
+        side->expect(*sequence_, head_, block_begin, std::min(block_end, sequence_->pages) - block_begin);
     for (std::size_t block = block_begin; block < block_end; ++block) {
       if (block < sequence_->pages) {
         const std::size_t pages = std::min({at_once(), sequence_->pages - block, block_end - block});

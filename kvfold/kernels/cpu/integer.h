@@ -110,15 +110,21 @@ class Numbers {
       }
       ++runs_[run_count_ - 1].count, ++segments_[segment_count_ - 1].tiles;
       sum_ += bits;
+      auto* table = reinterpret_cast<std::uint8_t*>(tables_.data()) + 64 * g;
+      if (runs_[run_count_ - 1].count > 1) {  // as the tile before
+        middle_[g] = middle_[g - 1], step_[g] = step_[g - 1];
+        std::memcpy(table, table - 64, 64);
+        continue;
+      }
       const auto [low, high] = std::minmax_element(lut, lut + count);
       middle_[g] = 0.5f * (*low + *high);
       step_[g] = std::max(*high - *low, 1e-30f) / numbers_of(lut, count);
-      auto* table = reinterpret_cast<std::uint8_t*>(tables_.data()) + 64 * g;
-      for (std::size_t i = 0; i < 64; ++i) {
-        const float exact = (lut[i % count] - middle_[g]) / step_[g], number = std::rint(exact);
+      for (std::size_t i = 0; i < count; ++i) {
+        const float exact = (lut[i] - middle_[g]) / step_[g], number = std::rint(exact);
         fits_ = fits_ && (bits <= kRounded || std::fabs(exact - number) < 0.01f);
         table[i] = static_cast<std::uint8_t>(static_cast<int>(number) + bias);
       }
+      for (std::size_t held = count; held < 64; held *= 2) std::memcpy(table + held, table, held);
     }
   }
 

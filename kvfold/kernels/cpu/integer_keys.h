@@ -23,9 +23,9 @@ class IntegerKeys {
   // Takes rows of q̃, (rows, head_dim), for up to `pages` pages at a time.
   void prepare(const float* query, std::size_t rows, std::size_t pages) {
     blocks_ = (rows + kBlock - 1) / kBlock;
+    if (const std::size_t own = blocks_ * kBlock * width_; own > query_.size()) query_ = Buffer(own), steps_ = Buffer(own);
     if (pages * blocks_ > room_) {
       room_ = pages * blocks_;
-      query_ = Buffer(room_ * kBlock * width_), steps_ = Buffer(room_ * kBlock * width_);
       upper_ = Buffer(room_ * width_), lower_ = Buffer(room_ * width_);
       parts_.reset(new Part[room_ * numbers_.segment_count()]), centre_ = Buffer(room_ * kBlock);
     }

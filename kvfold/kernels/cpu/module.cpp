@@ -1,17 +1,22 @@
-// Python bindings of the CPU kernels: checks shapes, drops the GIL, calls. Tensors cross as DLPack.
+// Python bindings of the CPU kernels. Tensors cross as DLPack, whose shapes are checked, or as addresses and strides, of which
+// the caller answers for.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "attend.h"
 #include "channelwise.h"
+#include "copy.h"
 #include "fold.h"
 #include "pack.h"
 #include "paged.h"
@@ -147,23 +152,30 @@ struct Kernels {
   bool (*in_integers)(const kvfold::Side&);
   void (*fold_channelwise)(const kvfold::Channelwise&);
   void (*fold)(const kvfold::Fold&);
+  bool (*copy)(const kvfold::Copy&);
 };
 
-Kernels find(const std::string& isa) {
-  for (const std::string& name : instruction_sets())
-    if (name == isa) {
+const Kernels& find(const std::string& isa) {
+  static const std::map<std::string, Kernels> known = [] {
+    using namespace kvfold;
+    std::map<std::string, Kernels> all;
+    for (const std::string& name : instruction_sets()) {
 #if defined(__x86_64__)
-      namespace wide = kvfold::avx512;
-      if (isa == "avx512vbmi")
-        return {kvfold::avx512vbmi::attend, kvfold::avx512vbmi::in_integers, wide::fold_channelwise, wide::fold};
-      if (isa == "avx512vnni")
-        return {kvfold::avx512vnni::attend, kvfold::avx512vnni::in_integers, wide::fold_channelwise, wide::fold};
-      if (isa == "avx512") return {wide::attend, wide::in_integers, wide::fold_channelwise, wide::fold};
-      if (isa == "avx2")
-        return {kvfold::avx2::attend, kvfold::avx2::in_integers, kvfold::avx2::fold_channelwise, kvfold::avx2::fold};
+      namespace wide = avx512;
+      if (name == "avx512vbmi")
+        all[name] = {avx512vbmi::attend, avx512vbmi::in_integers, wide::fold_channelwise, wide::fold, wide::copy};
+      if (name == "avx512vnni")
+        all[name] = {avx512vnni::attend, avx512vnni::in_integers, wide::fold_channelwise, wide::fold, wide::copy};
+      if (name == "avx512") all[name] = {wide::attend, wide::in_integers, wide::fold_channelwise, wide::fold, wide::copy};
+      if (name == "avx2") all[name] = {avx2::attend, avx2::in_integers, avx2::fold_channelwise, avx2::fold, avx2::copy};
 #endif
-      return {kvfold::serial::attend, kvfold::serial::in_integers, kvfold::serial::fold_channelwise, kvfold::serial::fold};
+      if (name == "serial")
+        all[name] = {serial::attend, serial::in_integers, serial::fold_channelwise, serial::fold, serial::copy};
     }
+    return all;
+  }();
+  const auto found = known.find(isa);
+  if (found != known.end()) return found->second;
   throw std::invalid_argument("this machine does not run " + isa);
 }
 
@@ -259,66 +271,80 @@ void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_bat
   run(job);
 }
 
-// Attention over a cache whose batch rows hold equally many tokens.
-struct Task : kvfold::Attention {
+// Where numbers (batch, heads, tokens, dim) are, their dtype, and their strides in elements.
+using NumbersAt = std::tuple<std::uintptr_t, int, std::size_t, std::size_t, std::size_t>;
+
+kvfold::Numbers numbers(const NumbersAt& given) {
+  const auto [at, dtype, batch, head, token] = given;
+  return {pointer<void>(at), batch, head, token, static_cast<kvfold::Dtype>(dtype)};
+}
+
+// Keys and values at consecutive positions: the first's, and how many.
+using SpanAt = std::tuple<NumbersAt, NumbersAt, std::int64_t, std::size_t>;
+// One byte a position: strides in bytes from row to row, head to head and query to query, and how many positions.
+using MaskAt = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::int64_t>;
+
+// Batch rows that hold equally many tokens, as attention reads them while nothing of theirs moves.
+struct Rows {
   Kernels kernels;
-  std::size_t batch, queries, pages = 0;
-  std::size_t query_batch = 0;
-  const char* query = nullptr;
-  const std::int64_t* folded_stop = nullptr;
-  struct BatchSpan : kvfold::Span {
-    std::size_t key_batch, value_batch;
-  };
-  std::vector<BatchSpan> spans;
-  Task(const std::string& isa, std::size_t batch_rows, std::size_t heads, std::size_t repeats, std::size_t n,
-       std::size_t key_channels, std::size_t value_channels, int thread_count)
-      : kernels(find(isa)), batch(batch_rows), queries(n) {
-    kv_heads = heads, repeat = repeats, key_dim = key_channels, value_dim = value_channels, threads = thread_count;
-    out_head = n * value_dim, out_token = value_dim;
+  OwnedSide own_keys, own_values;  // the sides' tables of bits and groups
+  kvfold::Attention common;
+  Rows(const std::string& isa, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
+       const kvfold::Rotation& of_values, std::size_t heads, std::size_t key_channels, std::size_t value_channels,
+       std::int64_t pages_first)
+      : kernels(find(isa)), own_keys(key_side), own_values(value_side) {
+    common.keys = own_keys.view(), common.values = own_values.view();
+    common.key_rotation = of_keys, common.value_rotation = of_values, common.pages_first = pages_first;
+    common.kv_heads = heads, common.key_dim = key_channels, common.value_dim = value_channels;
   }
-  void set_query(std::uintptr_t at, int dtype, std::size_t batch_stride, std::size_t head, std::size_t token, float scale) {
-    query = pointer<char>(at), query_dtype = static_cast<kvfold::Dtype>(dtype), scaling = scale;
-    query_batch = batch_stride, query_head = head, query_token = token;
-  }
-  void set_pages(std::size_t n, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
-                 const kvfold::Rotation& of_values, std::int64_t first, std::uintptr_t folded_stop_at) {
-    pages = n, keys = key_side.view(), values = value_side.view(), pages_first = first;
-    key_rotation = of_keys, value_rotation = of_values, folded_stop = pointer<std::int64_t>(folded_stop_at);
-  }
-  void add_span(std::uintptr_t key, std::uintptr_t value, std::size_t key_batch, std::size_t key_head,
-                std::size_t key_token, std::size_t value_batch, std::size_t value_head, std::size_t value_token, int dtype,
-                std::int64_t first, std::size_t tokens, std::uintptr_t start, std::uintptr_t stop) {
-    spans.push_back({{pointer<void>(key), pointer<void>(value), key_head, key_token, value_head, value_token,
-                      static_cast<kvfold::Dtype>(dtype), first, tokens, pointer<std::int64_t>(start),
-                      pointer<std::int64_t>(stop)},
-                     key_batch, value_batch});
-  }
-  void set_mask(std::uintptr_t at, std::size_t batch_stride, std::size_t head, std::size_t query_stride,
-                std::int64_t columns) {
-    mask = pointer<std::uint8_t>(at), mask_batch = batch_stride, mask_head = head, mask_query = query_stride;
-    mask_columns = columns;
-  }
-  bool attend(float cap, std::uintptr_t sink_logits_at, std::uintptr_t out_at) {
-    softcap = cap, sink_logits = pointer<float>(sink_logits_at);
-    std::vector<kvfold::Sequence> rows;
-    std::vector<kvfold::Span> row_spans(batch * spans.size());
-    for (std::size_t row = 0; row < batch; ++row) {
-      kvfold::Span* own = row_spans.data() + row * spans.size();
-      for (std::size_t i = 0; i < spans.size(); ++i) {
-        const BatchSpan& span = spans[i];
-        own[i] = span;
-        own[i].key = static_cast<const char*>(span.key) + row * span.key_batch * bytes_of(span.dtype);
-        own[i].value = static_cast<const char*>(span.value) + row * span.value_batch * bytes_of(span.dtype);
-      }
-      rows.push_back({row, queries, query + row * query_batch * bytes_of(query_dtype),
-                      reinterpret_cast<float*>(out_at) + row * kv_heads * repeat * queries * value_dim, pages, nullptr,
-                      folded_stop, own, spans.size()});
+  Rows(const Rows&) = delete;  // its sides point into it
+
+  // `reach`: positions that each query reads folded up to, and reads up to at all. Sinks are read from the first on, other
+  // dense tokens from where a query stops to read folded ones. `out` is (batch, n, heads, value_dim).
+  bool attend(std::size_t batch, std::size_t repeat, const NumbersAt& query_at, float scaling, std::size_t pages,
+              const std::vector<std::int64_t>& reach, const std::optional<SpanAt>& sinks, const std::optional<SpanAt>& dense,
+              const std::optional<MaskAt>& mask, float softcap, std::uintptr_t sink_logits, std::uintptr_t out,
+              int threads) const {
+    const std::size_t n = reach.size() / 2;
+    const std::int64_t *folded_until = reach.data(), *stop = folded_until + n;
+    std::vector<std::int64_t> folded_stop;
+    for (std::size_t i = 0; i < n; ++i) folded_stop.push_back(std::min(folded_until[i], stop[i]));
+
+    kvfold::Attention job = common;
+    const kvfold::Numbers query = numbers(query_at);
+    job.query_head = query.head, job.query_token = query.token, job.query_dtype = query.dtype, job.scaling = scaling;
+    job.repeat = repeat, job.softcap = softcap, job.sink_logits = pointer<float>(sink_logits), job.threads = threads;
+    job.out_head = job.value_dim, job.out_token = job.kv_heads * repeat * job.value_dim;
+    if (mask) {
+      const auto [at, by_row, by_head, by_query, columns] = *mask;
+      job.mask = pointer<std::uint8_t>(at), job.mask_batch = by_row, job.mask_head = by_head, job.mask_query = by_query;
+      job.mask_columns = columns;
     }
-    sequences = rows.data(), count = rows.size();
+    std::vector<kvfold::Span> spans;
+    for (std::size_t row = 0; row < batch; ++row)
+      for (const auto* given : {&sinks, &dense}) {
+        if (!*given) continue;
+        const auto& [key_at, value_at, first, tokens] = **given;
+        const kvfold::Numbers key = numbers(key_at), value = numbers(value_at);
+        const auto of_row = [&](const kvfold::Numbers& x) { return static_cast<const char*>(x.at) + row * x.batch * bytes_of(x.dtype); };
+        spans.push_back({of_row(key), of_row(value), key.head, key.token, value.head, value.token, key.dtype, first, tokens,
+                         given == &sinks ? nullptr : folded_until, stop});
+      }
+    std::vector<kvfold::Sequence> sequences;
+    for (std::size_t row = 0; row < batch; ++row)
+      sequences.push_back({row, n, static_cast<const char*>(query.at) + row * query.batch * bytes_of(query.dtype),
+                           reinterpret_cast<float*>(out) + row * n * job.out_token, pages, nullptr, folded_stop.data(),
+                           spans.data() + row * (spans.size() / batch), spans.size() / batch});
+    job.sequences = sequences.data(), job.count = batch;
     nb::gil_scoped_release release;
-    return kernels.attend(*this);
+    return kernels.attend(job);
   }
 };
+
+bool copy(const std::string& isa, const NumbersAt& from, const NumbersAt& to, std::size_t batch, std::size_t heads,
+          std::size_t tokens, std::size_t dim) {
+  return find(isa).copy({numbers(from), numbers(to), batch, heads, tokens, dim});
+}
 
 using ConstInts = nb::ndarray<const std::int64_t, nb::c_contig, nb::device::cpu>;
 
@@ -382,13 +408,11 @@ NB_MODULE(_cpu, m) {
       .def_static("order", &order_rotation)
       .def_static("ordered_matrix", &ordered_matrix_rotation)
       .def_static("hadamard", &hadamard_rotation);
-  nb::class_<Task>(m, "Attention")
-      .def(nb::init<const std::string&, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, int>())
-      .def("set_query", &Task::set_query)
-      .def("set_pages", &Task::set_pages)
-      .def("add_span", &Task::add_span)
-      .def("set_mask", &Task::set_mask)
-      .def("attend", &Task::attend);
+  nb::class_<Rows>(m, "Rows")
+      .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
+                    std::size_t, std::size_t, std::size_t, std::int64_t>())
+      .def("attend", &Rows::attend);
+  m.def("copy", &copy);
   nb::class_<PagedLayer>(m, "PagedLayer")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
                     std::size_t, std::size_t, std::size_t, std::size_t, float, float, std::uintptr_t, int, std::uintptr_t,

@@ -104,16 +104,19 @@ class Page {
         tokens_first_(layout == Layout::tokens_first),
         width_(padded(side.shape.head_dim)),
         size_(side.shape.page_size),
-        scale_(size_ * side.groups, 1.0f),
-        offset_(size_ * side.groups),
-        centre_(width_),
-        channel_scale_(width_, 1.0f) {}
+        numbers_(2 * (padded(size_ * side.groups) + width_)),
+        offset_(numbers_.data()),
+        scale_(offset_ + padded(size_ * side.groups)),
+        centre_(scale_ + padded(size_ * side.groups)),
+        channel_scale_(centre_ + width_) {
+    std::fill(scale_, centre_, 1.0f);
+    std::fill(channel_scale_, channel_scale_ + width_, 1.0f);
+  }
 
-  const Side& side() const { return side_; }
-  const float* scale() const { return scale_.data(); }
-  const float* offset() const { return offset_.data(); }
-  const float* centre() const { return centre_.data(); }
-  const float* channel_scale() const { return channel_scale_.data(); }
+  const float* scale() const { return scale_; }
+  const float* offset() const { return offset_; }
+  const float* centre() const { return centre_; }
+  const float* channel_scale() const { return channel_scale_; }
 
   const float* data() const { return scratch_.data(); }
 
@@ -138,19 +141,26 @@ class Page {
     const std::size_t per_token = size_ * side_.groups;
     // (token, group) to (group, token): a group's scales lie side by side for keys.
     if (side_.scale && side_.scale_dtype == Dtype::float16)
-      spread(part(static_cast<const std::uint16_t*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_.data());
+      spread(part(static_cast<const std::uint16_t*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_);
     if (side_.scale && side_.scale_dtype == Dtype::float32)
-      spread(part(static_cast<const float*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_.data());
-    if (side_.offset) spread(part(side_.offset, side_.scale_batch, side_.scale_head, per_token), offset_.data());
+      spread(part(static_cast<const float*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_);
+    if (side_.offset) spread(part(side_.offset, side_.scale_batch, side_.scale_head, per_token), offset_);
     if (side_.centre)
-      from_halves(part(side_.centre, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim, centre_.data());
+      from_halves(part(side_.centre, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim, centre_);
     if (side_.channel_scale)
       from_halves(part(side_.channel_scale, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim,
-                  channel_scale_.data());
+                  channel_scale_);
     if (side_.plain) plain_ = part(side_.plain, side_.plain_batch, side_.plain_head, size_ * side_.plain_dim);
     const std::uint8_t* code = at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, page);
     ahead_ = static_cast<std::size_t>(at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, next()) - code);
     return code;
+  }
+
+  // Asks memory for the codes of the first of `pages` pages from `first` on, whose turn comes before others ask for them.
+  void expect(const Sequence& sequence, std::size_t head, std::size_t first, std::size_t pages) {
+    sequence_ = &sequence, head_ = head;
+    for (std::size_t page = first; page < first + std::min(kAhead, pages); ++page)
+      ask_for(at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, page), side_.page_bytes);
   }
 
   // Bytes from the codes of the page found last to those that memory is to be asked for meanwhile.
@@ -263,7 +273,8 @@ class Page {
   const Side& side_;
   bool tokens_first_;
   std::size_t width_, size_;
-  Buffer scratch_, scale_, offset_, centre_, channel_scale_;
+  Buffer scratch_, numbers_;
+  float *offset_, *scale_, *centre_, *channel_scale_;  // in `numbers_`
   const std::uint16_t* plain_ = nullptr;
   // Of the page found last.
   const Sequence* sequence_ = nullptr;

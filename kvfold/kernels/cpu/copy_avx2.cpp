@@ -1,0 +1,2 @@
+#define KVFOLD_ISA avx2
+#include "copy_impl.h"

@@ -1,0 +1,2 @@
+#define KVFOLD_ISA avx512
+#include "copy_impl.h"

@@ -1,0 +1,2 @@
+#define KVFOLD_ISA serial
+#include "copy_impl.h"
