@@ -13,7 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
 from kvfold import FoldedCache, Policy
+from kvfold.cache.layer import LayerCache
 from kvfold.formats import pair
+from kvfold.integrations.transformers.handle import FoldedHandle
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 Ids = Callable[..., Tensor]
@@ -488,3 +490,18 @@ def test_a_compiled_model_reads_what_an_eager_one_reads(llama: PreTrainedModel, 
     compiled = torch.compile(model, backend="eager")
     got = _logits(compiled, ids, FoldedCache(model.config, "kvfold-3"), chunks)
     torch.testing.assert_close(got, expected)
+
+
+def test_handles_that_come_back_are_unfolded() -> None:
+    """A model that appends to another layer what it read."""
+    key, value = torch.randn(2, 1, 2, 1, 64)
+    one, other = LayerCache("centred-4"), LayerCache("centred-4")
+    other.append(*torch.randn(2, 1, 2, 40, 64))
+    new = one.append(key, value)
+    said: list[str] = []
+    other.append(FoldedHandle(new, key, 0, said.append), FoldedHandle(new, value, 1, said.append))
+    assert other.columns == 41
+    assert any("unfolded" in word for word in said)
+    tail = other.groups[0].rows.tail_span()
+    assert tail is not None
+    assert torch.equal(tail.key[:, :, -1:], key.half())
