@@ -311,6 +311,14 @@ def test_memory_that_moves_is_found_again() -> None:
     assert torch.equal(_both(new, q)[0], before)
 
 
+def test_a_query_whose_memory_holds_the_opposite_sign() -> None:
+    new = _fill("centred-4", 300, 1)
+    q = torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(0))
+    negative = torch.complex(torch.zeros_like(q), -q).conj().imag
+    assert negative.is_neg()
+    assert torch.equal(_both(new, negative)[0], _both(new, q)[0])
+
+
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float64, torch.float64)])
 def test_sinks_that_the_kernel_takes_as_a_copy_are_copied_anew(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -64,7 +64,7 @@ def attend_rows(
     """
     batch, heads, n, _ = query.shape
     _check(query, rows, mask, sink_logits)
-    queries = numbers_at(query) or numbers_at(query := query.contiguous())
+    queries = numbers_at(query) or numbers_at(query := query.resolve_neg().contiguous())
     sinks, of_sinks = _span(rows.sink_span())
     others, of_others = _span(dense)
     if mask is not None:
@@ -126,7 +126,7 @@ def _span(span: DenseSpan | None) -> "tuple[SpanAt | None, tuple[Tensor, ...]]":
     keys, values = numbers_at(key, span.first), numbers_at(value, span.first)
     if keys is not None and values is not None and keys[1] == values[1]:
         return (keys, values, span.start, span.tokens), span.storage
-    key, value = span.key.float().contiguous(), span.value.float().contiguous()
+    key, value = (x.float().resolve_neg().contiguous() for x in (span.key, span.value))
     keys, values = numbers_at(key), numbers_at(value)
     assert keys is not None
     assert values is not None

@@ -151,9 +151,8 @@ class LayerCache:
         self.columns = 0
         self.groups: list[RowGroup] = []
         self.newest_queries: Tensor | None = None
-        self._fits: list[tuple[torch.Size, torch.dtype, torch.device]] | None = (
-            None  # what `_check` had nothing to say of last
-        )
+        # Shapes, dtypes and devices that `_check` had nothing to say of last.
+        self._fits: list[tuple[torch.Size, torch.dtype, torch.device]] | None = None
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
