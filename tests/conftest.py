@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,9 @@ def demo(
 def text_ids(_demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> torch.Tensor:
     """The standard library's text as SmolLM2 tokens, (1, T)."""
     return _demo[1](standard_text(), return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="session")
+def fixed_text() -> str:
+    """English prose that is the same with any Python, for figures that hang on the text: the license's."""
+    return (Path(__file__).parents[1] / "LICENSE").read_text()
