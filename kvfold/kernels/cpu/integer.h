@@ -170,23 +170,8 @@ KVFOLD_INLINE void clear(__m512i (&sums)[Rows][Width]) {
 
 constexpr int kLargerSize = 0b1011;  // of _mm512_range_ps: the larger of two magnitudes
 
-// The sums, or the largest, of four vectors.
-template <typename Combine>
-inline __m128 reduce_four(const Vec (&of)[kBlock], Combine combine) {
-  const auto pair = [&](Vec a, Vec b) {
-    return combine(_mm512_unpacklo_ps(__m512(a), __m512(b)), _mm512_unpackhi_ps(__m512(a), __m512(b)));
-  };
-  const __m512d a = _mm512_castps_pd(pair(of[0], of[1])), b = _mm512_castps_pd(pair(of[2], of[3]));
-  __m512 all = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  all = combine(all, _mm512_shuffle_f32x4(all, all, 0x4e));
-  all = combine(all, _mm512_shuffle_f32x4(all, all, 0xb1));
-  return _mm512_castps512_ps128(all);
-}
-inline __m128 sum_four(const Vec (&of)[kBlock]) {
-  return reduce_four(of, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
-}
-inline __m128 largest_four(const Vec (&of)[kBlock]) {
-  return reduce_four(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+KVFOLD_INLINE Four largest_four(const Vec (&of)[kBlock]) {
+  return reduce_four(of, [](Vec a, Vec b) KVFOLD_LAMBDA { return Vec(_mm512_max_ps(__m512(a), __m512(b))); });
 }
 
 // Whole numbers of four rows as bytes side by side, as they are multiplied: byte j of step 4 · f + j of row i is at
