@@ -105,12 +105,22 @@ def test_masks_caps_and_sinks(format: str) -> None:
         _close(*_both(new, q, sink_logits=torch.randn(6, generator=generator)))
 
 
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 24), (80, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_dtypes_of_what_stays_dense(dtype: torch.dtype) -> None:
-    cache = LayerCache("centred-4", dense_dtype=dtype)
-    key, value = torch.randn(2, 1, 2, 150, 64, generator=torch.Generator().manual_seed(0))
-    new = cache.append(key.to(dtype), value.to(dtype))
-    _close(*_both(new, torch.randn(1, 4, 150, 64)))
+def test_dtypes_of_what_stays_dense(dtype: torch.dtype, dims: tuple[int, int], isa: str) -> None:
+    """Few query rows and many, over dense tokens alone and beside folded ones; whole vectors of channels, or parts."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, n, repeat in ((61, 1, 1), (61, 1, 7), (61, 3, 2), (61, 1, 9), (150, 1, 8), (150, 1, 9), (150, 150, 2)):
+        key, value = (torch.randn(1, 2, tokens, dim, generator=generator).to(dtype) for dim in dims)
+        cache = LayerCache("centred-4", dense_dtype=dtype)
+        if tokens > n:
+            cache.append(key[:, :, :-n], value[:, :, :-n])
+        new = cache.append(key[:, :, -n:], value[:, :, -n:])
+        folded = cache.groups[0].rows.keys.count
+        assert bool(folded) == (tokens > 61)
+        got, expected = _both(new, torch.randn(1, 2 * repeat, n, dims[0], generator=generator), isa)
+        _close(got, expected, isa if folded else "none: dense tokens are multiplied as floats")
 
 
 def test_views_of_any_stride() -> None:
@@ -251,8 +261,9 @@ def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: s
         scale = torch.rand(*shape, groups, generator=generator).half()
         store.append(form.pack(TokenCodes(code.to(torch.uint8), scale, **{part: optional[part] for part in parts})))
         setattr(rows, name, store)
-    q = 0.3 * torch.randn(2, 6, 1, 64, generator=generator)
-    _close(*_both(new, q, isa), isa if integers else "")
+    for heads in (6, 14):  # a block of rows that is not full, and one after a full one
+        q = 0.3 * torch.randn(2, heads, 1, 64, generator=generator)
+        _close(*_both(new, q, isa), isa if integers else "")
 
 
 def test_calls_that_would_read_astray_are_refused() -> None:

@@ -54,11 +54,11 @@ class Worker {
   {
     std::size_t keys = 1, values = 1;  // those that are unfolded are read one at a time
 #ifdef __AVX512VNNI__
-    if (integer_keys_.fits()) keys = std::min(kPages, most_pages);
-    if (integer_values_.fits()) values = std::min(kPages, most_pages);
+    if (integer_keys_.fits()) keys = kPages;
+    if (integer_values_.fits()) values = kPages;
 #endif
-    for (std::size_t i = 0; i < keys && most_pages; ++i) key_pages_[i].emplace(job.keys, Layout::channels_first);
-    for (std::size_t i = 0; i < values && most_pages; ++i) value_pages_[i].emplace(job.values, Layout::tokens_first);
+    for (std::size_t i = 0; i < std::min(keys, most_pages); ++i) key_pages_[i].emplace(job.keys, Layout::channels_first);
+    for (std::size_t i = 0; i < std::min(values, most_pages); ++i) value_pages_[i].emplace(job.values, Layout::tokens_first);
   }
 
   // `query` and `rotated_query` are those of the rows, scaled.
@@ -342,8 +342,9 @@ class Worker {
 #ifdef __AVX512VNNI__
   IntegerKeys integer_keys_;
   IntegerValues integer_values_;
+  const Unit* prepared_ = nullptr;  // what the keys were set to last
 #endif
-  const Unit *unit_ = nullptr, *prepared_ = nullptr;  // what it, and its keys, were set to last
+  const Unit* unit_ = nullptr;  // what it was set to last
   const Sequence* sequence_ = nullptr;
   std::size_t head_ = 0, first_ = 0, count_ = 0, end_ = 0;
   std::size_t query_[kRowBlock] = {};  // of each row

@@ -48,13 +48,13 @@ KVFOLD_INLINE __m512i move_bit(__m512i plane) {
 template <unsigned Bits, std::size_t F>
 KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   static_assert(Bits >= 1 && Bits <= 6);
-  constexpr int kSelect = 0xca;  // of _mm512_ternarylogic: second where the first is 1, else third
+  constexpr int kSelect = 0xca;  // of _mm512_ternarylogic (a macro in places): second where the first is 1, else third
   __m512i index;
   if constexpr (Bits >= 4) {
     index = _mm512_loadu_si512(packed + F / 2 * 64);
     if constexpr (F % 2) index = _mm512_srli_epi16(index, 4);
     if constexpr (Bits == 5)
-      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), index, move_bit<F, 4>(bit_plane(packed + 128)), kSelect);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), index, (move_bit<F, 4>(bit_plane(packed + 128))), kSelect);
     if constexpr (Bits == 6) {
       const __m512i pairs = _mm512_loadu_si512(packed + 128);
       const __m512i high = F < 2 ? _mm512_slli_epi16(pairs, 4 - 2 * F) : _mm512_srli_epi16(pairs, 2 * F - 4);
@@ -63,7 +63,7 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   } else if constexpr (Bits >= 2) {
     index = _mm512_srli_epi16(_mm512_loadu_si512(packed), 2 * F);
     if constexpr (Bits == 3)
-      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), index, move_bit<F, 2>(bit_plane(packed + 64)), kSelect);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), index, (move_bit<F, 2>(bit_plane(packed + 64))), kSelect);
   } else {
     index = move_bit<F, 0>(bit_plane(packed));
   }

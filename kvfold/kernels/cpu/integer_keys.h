@@ -147,14 +147,14 @@ class IntegerKeys {
   void score_tiles(std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores, std::size_t stride) const {
     code += 32 * numbers_.all_bits() * tile;
     __m512 sums[Rows][Width];
-    const auto start = [&] KVFOLD_LAMBDA {
+    const auto start = [&]() KVFOLD_LAMBDA {
       each<Rows>([&](auto i) KVFOLD_LAMBDA {
         each<Width>([&](auto w) KVFOLD_LAMBDA { sums[i][w] = _mm512_set1_ps(start_[block * kBlock + i]); });
       });
     };
-    if constexpr (!Narrow) start();
+    if constexpr (!Narrow) start();  // else after the products, which take all registers
     const auto add = [&]<unsigned Bits, bool TwoBytes>(std::size_t index) KVFOLD_LAMBDA {
-      add_segment<Bits, TwoBytes>(index, block, page, code, tile * kTile, sums, [&] KVFOLD_LAMBDA { if constexpr (Narrow) start(); });
+      add_segment<Bits, TwoBytes>(index, block, page, code, tile * kTile, sums, [&]() KVFOLD_LAMBDA { if constexpr (Narrow) start(); });
     };
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
       const unsigned bits = numbers_.run(numbers_.segment(i).first).bits;

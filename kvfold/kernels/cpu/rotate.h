@@ -99,7 +99,9 @@ inline void multiply_matrix(const float* a, std::size_t rows, std::size_t column
   for (; r < rows; ++r) y[r] = dot(a + r * columns, x, columns);
 }
 inline void multiply_transposed(const float* a, std::size_t rows, std::size_t columns, const float* x, float* y) {
+#ifdef __AVX512F__  // elsewhere registers do not hold the sums
   if (columns % kLanes == 0) return multiply<false>(1, rows, columns, x, rows, a, columns, y, columns);
+#endif
   std::fill(y, y + columns, 0.0f);
   for (std::size_t r = 0; r < rows; ++r) add_scaled(y, a + r * columns, x[r], columns);
 }
