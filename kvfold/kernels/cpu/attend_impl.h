@@ -1,6 +1,7 @@
 // The body of attention, compiled once for each instruction set: attend_serial.cpp and its siblings include it with
 // KVFOLD_ISA set to their namespace.
 #include <memory>
+#include <optional>
 
 #include "integer_keys.h"
 #include "integer_values.h"
@@ -12,8 +13,9 @@ namespace {
 
 constexpr std::size_t kBlocksAThread = 12;  // less work than this is not worth waking a thread
 constexpr std::size_t kPiece = 16;          // blocks of a context that one thread reads at a time for few queries
-constexpr std::size_t kPages = 4;           // pages whose softmax is taken together …
+constexpr std::size_t kPages = 8;           // pages whose softmax is taken together …
 constexpr std::size_t kScores = 4096;       // … unless that is more scores than stay near
+constexpr std::size_t kFewRows = 8;         // query rows that read dense keys as they lie; turning those pays for more
 
 // Softmax state of a block of query rows.
 struct State {
@@ -36,38 +38,47 @@ struct Unit {
 // Units over some blocks of their keys.
 class Worker {
  public:
-  Worker(const Attention& job, std::size_t most_rows)
+  Worker(const Attention& job, std::size_t most_rows, std::size_t most_pages)
       : job_(job),
-        key_pages_{{job.keys, Layout::channels_first}, {job.keys, Layout::channels_first},
-                   {job.keys, Layout::channels_first}, {job.keys, Layout::channels_first}},
-        value_pages_{{job.values, Layout::tokens_first}, {job.values, Layout::tokens_first},
-                     {job.values, Layout::tokens_first}, {job.values, Layout::tokens_first}},
         key_width_(job.keys.shape.head_dim + job.keys.plain_dim),
         rotated_width_(padded(job.values.shape.head_dim)),
         plain_width_(padded(job.value_dim)),
         size_(job.keys.shape.page_size),
-        scores_(std::max(most_rows * std::max(size_, kDenseBlock), kScores))
+        scores_(Buffer::unset(std::max(most_rows * std::max(size_, kDenseBlock),
+                                       std::min(most_rows * size_ * std::min(kPages, most_pages), kScores))))
 #ifdef __AVX512VNNI__
         ,
         integer_keys_(job.keys),
         integer_values_(job.values)
 #endif
   {
+    std::size_t keys = 1, values = 1;  // those that are unfolded are read one at a time
+#ifdef __AVX512VNNI__
+    if (integer_keys_.fits()) keys = kPages;
+    if (integer_values_.fits()) values = kPages;
+#endif
+    for (std::size_t i = 0; i < std::min(keys, most_pages); ++i) key_pages_[i].emplace(job.keys, Layout::channels_first);
+    for (std::size_t i = 0; i < std::min(values, most_pages); ++i) value_pages_[i].emplace(job.values, Layout::tokens_first);
   }
 
   // `query` and `rotated_query` are those of the rows, scaled.
   void run(State& state, const Unit& unit, const float* query, const float* rotated_query, std::size_t block_begin,
            std::size_t block_end) {
-    if (&unit != unit_) {  // pieces of one unit often follow each other
+    const bool follows = &unit == unit_ && block_begin == end_;  // as pieces of one unit often do
+    end_ = block_end;
+    if (&unit != unit_) {
       unit_ = &unit, sequence_ = unit.sequence, head_ = unit.head, first_ = unit.first, count_ = unit.count;
       for (std::size_t r = 0; r < count_; ++r) query_[r] = (first_ + r) % sequence_->queries;
+    }
+    if (block_begin < sequence_->pages) {
+      if (!follows)  // or else the pages before have asked for these
+        for (std::optional<Page>* side : {key_pages_, value_pages_})
+          (*side)->expect(*sequence_, head_, block_begin, std::min(block_end, sequence_->pages) - block_begin);
 #ifdef __AVX512VNNI__
-      if (integer_keys_.fits() && sequence_->pages) integer_keys_.prepare(rotated_query, count_, at_once());
+      if (integer_keys_.fits() && &unit != prepared_)
+        integer_keys_.prepare(rotated_query, count_, std::min(at_once(), sequence_->pages)), prepared_ = &unit;
 #endif
     }
-    if (block_begin < sequence_->pages)
-      for (Page* side : {key_pages_, value_pages_})
-        side->expect(*sequence_, head_, block_begin, std::min(block_end, sequence_->pages) - block_begin);
     for (std::size_t block = block_begin; block < block_end; ++block) {
       if (block < sequence_->pages) {
         const std::size_t pages = std::min({at_once(), sequence_->pages - block, block_end - block});
@@ -84,8 +95,7 @@ class Worker {
         const std::size_t from = rest * kDenseBlock, tokens = std::min(kDenseBlock, span.tokens - from);
         const std::int64_t start = span.first + static_cast<std::int64_t>(from);
         if (!visible(start, static_cast<std::int64_t>(tokens), span.start, span.stop)) continue;
-        unpack(span, from, tokens);
-        read_dense(state, query, start, tokens, span);
+        read_dense(state, query, start, from, tokens, span);
       }
     }
   }
@@ -102,26 +112,99 @@ class Worker {
     return false;
   }
 
-  // Keys as [channel][token], values as [token][channel].
-  void unpack(const Span& span, std::size_t from_token, std::size_t tokens) {
-    if (!dense_key_.size()) dense_key_ = Buffer(job_.key_dim * kDenseBlock), dense_value_ = Buffer(kDenseBlock * plain_width_);
-    const std::size_t key_at = head_ * span.key_head + from_token * span.key_token;
-    const std::size_t value_at = head_ * span.value_head + from_token * span.value_token;
+  // Calls visit<Rows, Number>(first) over query rows, for a span of that dtype.
+  template <typename Visit>
+  void of_few_rows(Dtype dtype, Visit visit) const {
+    in_blocks(count_, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
+      if (dtype == Dtype::float32) visit.template operator()<Rows, Dtype::float32>(r);
+      if (dtype == Dtype::float16) visit.template operator()<Rows, Dtype::float16>(r);
+      if (dtype == Dtype::bfloat16) visit.template operator()<Rows, Dtype::bfloat16>(r);
+    });
+  }
+
+  // Scores of `tokens` dense tokens from the `from`th on, kDenseBlock apart from row to row; what lies after the last token
+  // means nothing.
+  void score_dense(const float* query, std::size_t from, std::size_t tokens, const Span& span) {
+    const std::size_t at = head_ * span.key_head + from * span.key_token;
+    if (count_ <= kFewRows)
+      return of_few_rows(span.dtype, [&]<std::size_t Rows, Dtype Number>(std::size_t r) {
+        for (std::size_t t = 0; t < tokens; t += kBlock)
+          score_few<Rows, Number>(query + r * job_.key_dim, span, at, t, tokens - 1, scores_.data() + r * kDenseBlock);
+      });
+    if (!dense_key_.size()) dense_key_ = Buffer(job_.key_dim * kDenseBlock);  // [channel][token]
     for (std::size_t first = 0; first < tokens; first += kLanes) {
       const std::size_t here = std::min(kLanes, tokens - first);
       for (std::size_t c = 0; c < job_.key_dim; c += kLanes) {
         const std::size_t channels = std::min(kLanes, job_.key_dim - c);
         Vec lines[kLanes] = {};
         for (std::size_t t = 0; t < here; ++t)
-          lines[t] = load_some(span.dtype, span.key, key_at + (first + t) * span.key_token + c, channels);
+          lines[t] = load_some(span.dtype, span.key, at + (first + t) * span.key_token + c, channels);
         transpose(lines);
         for (std::size_t i = 0; i < channels; ++i) store(&dense_key_[(c + i) * kDenseBlock + first], lines[i]);
       }
     }
+    multiply<false>(count_, job_.key_dim, padded(tokens), query, job_.key_dim, dense_key_.data(), kDenseBlock, scores_.data(),
+                    kDenseBlock);
+  }
+
+  // Scores of Rows rows with the kBlock tokens from `first` on, of which those after `last` are read as it.
+  template <std::size_t Rows, Dtype Number>
+  void score_few(const float* query, const Span& span, std::size_t at, std::size_t first, std::size_t last, float* scores) const {
+    Vec sums[Rows][kBlock] = {};
+    for (std::size_t c = 0; c < job_.key_dim; c += kLanes) {
+      const std::size_t channels = std::min(kLanes, job_.key_dim - c);
+      Vec key[kBlock];
+      each<kBlock>([&](auto t) KVFOLD_LAMBDA {
+        key[t] = load_some(Number, span.key, at + std::min(first + t, last) * span.key_token + c, channels);
+      });
+      each<Rows>([&](auto i) KVFOLD_LAMBDA {
+        const Vec q = load_some(Dtype::float32, query, i * job_.key_dim + c, channels);
+        each<kBlock>([&](auto t) KVFOLD_LAMBDA { sums[i][t] += q * key[t]; });
+      });
+    }
+    each<Rows>([&](auto i) KVFOLD_LAMBDA { store(scores + i * kDenseBlock + first, sum_four(sums[i])); });
+  }
+
+  // Adds to sums what probabilities make of dense values.
+  void add_dense(float* sums, std::size_t from, std::size_t tokens, const Span& span) {
+    const std::size_t at = head_ * span.value_head + from * span.value_token;
+    if (count_ <= kFewRows)
+      return of_few_rows(span.dtype, [&]<std::size_t Rows, Dtype Number>(std::size_t r) {
+        const float* probabilities = scores_.data() + r * kDenseBlock;
+        std::size_t c = 0;
+        for (; c + 4 * kLanes <= job_.value_dim; c += 4 * kLanes)
+          add_few<Rows, 4, Number>(probabilities, span, at, tokens, c, sums + r * plain_width_);
+        for (; c < job_.value_dim; c += kLanes) add_few<Rows, 1, Number>(probabilities, span, at, tokens, c, sums + r * plain_width_);
+      });
+    if (!dense_value_.size()) dense_value_ = Buffer(kDenseBlock * plain_width_);  // [token][channel]
     for (std::size_t t = 0; t < tokens; ++t)
       for (std::size_t c = 0; c < job_.value_dim; c += kLanes)
-        store(&dense_value_[t * plain_width_ + c], load_some(span.dtype, span.value, value_at + t * span.value_token + c,
+        store(&dense_value_[t * plain_width_ + c], load_some(span.dtype, span.value, at + t * span.value_token + c,
                                                              std::min(kLanes, job_.value_dim - c)));
+    multiply<true>(count_, tokens, plain_width_, scores_.data(), kDenseBlock, dense_value_.data(), plain_width_, sums, plain_width_);
+  }
+
+  // … of Rows rows, for Width vectors of channels from c on.
+  template <std::size_t Rows, std::size_t Width, Dtype Number>
+  void add_few(const float* probabilities, const Span& span, std::size_t at, std::size_t tokens, std::size_t c, float* to) const {
+    const std::size_t channels = std::min(kLanes, job_.value_dim - c);
+    Vec sums[Rows][Width];
+    each<Rows>([&](auto i) KVFOLD_LAMBDA {
+      each<Width>([&](auto w) KVFOLD_LAMBDA { sums[i][w] = load(to + i * plain_width_ + c + w * kLanes); });
+    });
+    for (std::size_t t = 0; t < tokens; ++t) {
+      Vec value[Width];
+      each<Width>([&](auto w) KVFOLD_LAMBDA {
+        value[w] = load_some(Number, span.value, at + t * span.value_token + c + w * kLanes, Width > 1 ? kLanes : channels);
+      });
+      each<Rows>([&](auto i) KVFOLD_LAMBDA {
+        const Vec p = all(probabilities[i * kDenseBlock + t]);
+        each<Width>([&](auto w) KVFOLD_LAMBDA { sums[i][w] += p * value[w]; });
+      });
+    }
+    each<Rows>([&](auto i) KVFOLD_LAMBDA {
+      each<Width>([&](auto w) KVFOLD_LAMBDA { store(to + i * plain_width_ + c + w * kLanes, sums[i][w]); });
+    });
   }
 
   // How many pages are read together, so that what each takes to be ready is hidden behind the others.
@@ -140,16 +223,16 @@ class Worker {
     if (integer_keys_.fits()) {
       const std::uint8_t* codes[kPages];
       for (std::size_t page = 0; page < pages; ++page) {
-        codes[page] = key_pages_[page].find(*sequence_, head_, first + page);
-        integer_keys_.prepare_page(page, key_pages_[page], count_);
+        codes[page] = key_pages_[page]->find(*sequence_, head_, first + page);
+        integer_keys_.prepare_page(page, *key_pages_[page], count_);
       }
       for (std::size_t page = 0; page < pages; ++page)
-        integer_keys_.scores(page, key_pages_[page], codes[page], count_, scores_.data() + page * size_, stride);
+        integer_keys_.scores(page, *key_pages_[page], codes[page], count_, scores_.data() + page * size_, stride);
       return;
     }
 #endif
     for (std::size_t page = 0; page < pages; ++page) {
-      Page& keys = key_pages_[0];
+      Page& keys = *key_pages_[0];
       keys.unfold(keys.find(*sequence_, head_, first + page));
       multiply<false>(count_, key_width_, size_, rotated_query, key_width_, keys.data(), size_,
                       scores_.data() + page * size_, stride);
@@ -162,30 +245,27 @@ class Worker {
       const std::uint8_t* codes[kPages];
       integer_values_.expect(count_, pages);
       for (std::size_t page = 0; page < pages; ++page) {
-        codes[page] = value_pages_[page].find(*sequence_, head_, first + page);
-        integer_values_.prepare(page, value_pages_[page], count_, scores_.data() + page * size_, stride);
+        codes[page] = value_pages_[page]->find(*sequence_, head_, first + page);
+        integer_values_.prepare(page, *value_pages_[page], count_, scores_.data() + page * size_, stride);
       }
       for (std::size_t page = 0; page < pages; ++page)
-        integer_values_.add(page, value_pages_[page], codes[page], count_, sums);
+        integer_values_.add(page, *value_pages_[page], codes[page], count_, sums);
       return;
     }
 #endif
     for (std::size_t page = 0; page < pages; ++page) {
-      Page& values = value_pages_[0];
+      Page& values = *value_pages_[0];
       values.unfold(values.find(*sequence_, head_, first + page));
       multiply<true>(count_, size_, rotated_width_, scores_.data() + page * size_, stride, values.data(), rotated_width_,
                      sums, rotated_width_);
     }
   }
 
-  // Reads the dense keys and values that were unpacked last.
-  void read_dense(State& state, const float* query, std::int64_t start, std::size_t tokens, const Span& span) {
-    float* scores = scores_.data();
-    const std::size_t width = padded(tokens);
-    multiply<false>(count_, job_.key_dim, width, query, job_.key_dim, dense_key_.data(), kDenseBlock, scores, kDenseBlock);
-    weigh(state, kDenseBlock, start, tokens, width, span.start, span.stop);
-    multiply<true>(count_, tokens, plain_width_, scores, kDenseBlock, dense_value_.data(), plain_width_,
-                   state.plain.data(), plain_width_);
+  // Reads dense tokens, at most kDenseBlock, from the `from`th of a span on.
+  void read_dense(State& state, const float* query, std::int64_t start, std::size_t from, std::size_t tokens, const Span& span) {
+    score_dense(query, from, tokens, span);
+    weigh(state, kDenseBlock, start, tokens, padded(tokens), span.start, span.stop);
+    add_dense(state.plain.data(), from, tokens, span);
   }
 
   // Scores, `stride` apart from row to row, to unnormalised probabilities, in place; older sums are rescaled to match.
@@ -256,17 +336,17 @@ class Worker {
   }
 
   const Attention& job_;
-  Page key_pages_[kPages], value_pages_[kPages];
-  static_assert(kPages == 4, "as many as the constructor makes");
+  std::optional<Page> key_pages_[kPages], value_pages_[kPages];
   std::size_t key_width_, rotated_width_, plain_width_, size_;
   Buffer scores_, dense_key_, dense_value_;
 #ifdef __AVX512VNNI__
   IntegerKeys integer_keys_;
   IntegerValues integer_values_;
+  const Unit* prepared_ = nullptr;  // what the keys were set to last
 #endif
   const Unit* unit_ = nullptr;  // what it was set to last
   const Sequence* sequence_ = nullptr;
-  std::size_t head_ = 0, first_ = 0, count_ = 0;
+  std::size_t head_ = 0, first_ = 0, count_ = 0, end_ = 0;
   std::size_t query_[kRowBlock] = {};  // of each row
 };
 
@@ -296,10 +376,11 @@ bool attend(const Attention& job) {
     for (std::size_t i = 0; i < sequence.span_count; ++i) blocks += Worker::blocks(sequence.spans[i]);
     return blocks;
   };
-  std::size_t pieces = 0, work = 0, most_rows = 0, first_row = 0, at = 0;
+  std::size_t pieces = 0, work = 0, most_rows = 0, most_pages = 0, first_row = 0, at = 0;
   for (std::size_t s = 0; s < job.count; ++s) {
     const Sequence& sequence = job.sequences[s];
     const std::size_t own = job.repeat * sequence.queries, blocks = blocks_of(sequence);
+    most_pages = std::max(most_pages, sequence.pages);
     const std::size_t split = own <= kRowBlock ? std::max<std::size_t>((blocks + kPiece - 1) / kPiece, 1) : 1;
     for (std::size_t head = 0; head < job.kv_heads; ++head, first_row += own)
       for (std::size_t first = 0; first < own; first += kRowBlock, pieces += split, work += blocks) {
@@ -314,7 +395,7 @@ bool attend(const Attention& job) {
     std::fill_n(&unit_of[units[i].first_state], units[i].pieces, &units[i]);
   const std::size_t threads = std::min({static_cast<std::size_t>(std::max(job.threads, 1)), std::max<std::size_t>(work / kBlocksAThread, 1),
                                         std::max<std::size_t>(pieces, 1)});
-  Buffer queries(rows * job.key_dim), rotated_queries(rows * key_width);
+  Buffer queries = Buffer::unset(rows * job.key_dim), rotated_queries = Buffer::unset(rows * key_width);
   bool finite = true;
 
 #pragma omp parallel num_threads(static_cast<int>(threads))
@@ -327,16 +408,20 @@ bool attend(const Attention& job) {
         const std::size_t row = unit.first + r, n = unit.sequence->queries;
         const std::size_t from_head = (unit.head * job.repeat + row / n) * job.query_head + row % n * job.query_token;
         float *query = &queries[(unit.first_row + r) * job.key_dim], *rotated = &rotated_queries[(unit.first_row + r) * key_width];
-        for (std::size_t c = 0; c < job.key_dim; ++c) query[c] = from(job.query_dtype, unit.sequence->query, from_head + c) * job.scaling;
+        std::size_t c = 0;
+        for (; c + kLanes <= job.key_dim; c += kLanes)
+          store(query + c, load_some(job.query_dtype, unit.sequence->query, from_head + c, kLanes) * job.scaling);
+        for (; c < job.key_dim; ++c) query[c] = from(job.query_dtype, unit.sequence->query, from_head + c) * job.scaling;
         key_rotator.apply_to_query(query, rotated, unit.sequence->row, unit.head);
         std::copy(query + job.key_dim - job.keys.plain_dim, query + job.key_dim, rotated + coded);
-        float nothing = 0;  // NaN once a number is not finite
-        for (std::size_t c = 0; c < key_width; ++c) nothing += rotated[c] * 0.0f;
-        finite = finite && nothing == 0.0f;
+        Vec nothing{};  // NaN once a number is not finite
+        for (c = 0; c < key_width; c += kLanes)
+          nothing += load_some(Dtype::float32, rotated, c, std::min(kLanes, key_width - c)) * 0.0f;
+        finite = finite && sum(nothing) == 0.0f;
       }
     }
     if (finite) {
-      Worker worker(job, most_rows);
+      Worker worker(job, most_rows, most_pages);
 #pragma omp for schedule(dynamic)
       for (std::size_t i = 0; i < pieces; ++i) {
         const Unit& unit = *unit_of[i];

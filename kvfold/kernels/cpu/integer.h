@@ -48,13 +48,13 @@ KVFOLD_INLINE __m512i move_bit(__m512i plane) {
 template <unsigned Bits, std::size_t F>
 KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   static_assert(Bits >= 1 && Bits <= 6);
-  constexpr int kSelect = 0xca;  // of _mm512_ternarylogic: second where the first is 1, else third
+  constexpr int kSelect = 0xca;  // of _mm512_ternarylogic (a macro in places): second where the first is 1, else third
   __m512i index;
   if constexpr (Bits >= 4) {
     index = _mm512_loadu_si512(packed + F / 2 * 64);
     if constexpr (F % 2) index = _mm512_srli_epi16(index, 4);
     if constexpr (Bits == 5)
-      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), index, move_bit<F, 4>(bit_plane(packed + 128)), kSelect);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), index, (move_bit<F, 4>(bit_plane(packed + 128))), kSelect);
     if constexpr (Bits == 6) {
       const __m512i pairs = _mm512_loadu_si512(packed + 128);
       const __m512i high = F < 2 ? _mm512_slli_epi16(pairs, 4 - 2 * F) : _mm512_srli_epi16(pairs, 2 * F - 4);
@@ -63,7 +63,7 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   } else if constexpr (Bits >= 2) {
     index = _mm512_srli_epi16(_mm512_loadu_si512(packed), 2 * F);
     if constexpr (Bits == 3)
-      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), index, move_bit<F, 2>(bit_plane(packed + 64)), kSelect);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), index, (move_bit<F, 2>(bit_plane(packed + 64))), kSelect);
   } else {
     index = move_bit<F, 0>(bit_plane(packed));
   }
@@ -170,23 +170,8 @@ KVFOLD_INLINE void clear(__m512i (&sums)[Rows][Width]) {
 
 constexpr int kLargerSize = 0b1011;  // of _mm512_range_ps: the larger of two magnitudes
 
-// The sums, or the largest, of four vectors.
-template <typename Combine>
-inline __m128 reduce_four(const Vec (&of)[kBlock], Combine combine) {
-  const auto pair = [&](Vec a, Vec b) {
-    return combine(_mm512_unpacklo_ps(__m512(a), __m512(b)), _mm512_unpackhi_ps(__m512(a), __m512(b)));
-  };
-  const __m512d a = _mm512_castps_pd(pair(of[0], of[1])), b = _mm512_castps_pd(pair(of[2], of[3]));
-  __m512 all = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  all = combine(all, _mm512_shuffle_f32x4(all, all, 0x4e));
-  all = combine(all, _mm512_shuffle_f32x4(all, all, 0xb1));
-  return _mm512_castps512_ps128(all);
-}
-inline __m128 sum_four(const Vec (&of)[kBlock]) {
-  return reduce_four(of, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
-}
-inline __m128 largest_four(const Vec (&of)[kBlock]) {
-  return reduce_four(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+KVFOLD_INLINE Four largest_four(const Vec (&of)[kBlock]) {
+  return reduce_four(of, [](Vec a, Vec b) KVFOLD_LAMBDA { return Vec(_mm512_max_ps(__m512(a), __m512(b))); });
 }
 
 // Whole numbers of four rows as bytes side by side, as they are multiplied: byte j of step 4 · f + j of row i is at

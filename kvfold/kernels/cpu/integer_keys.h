@@ -26,8 +26,8 @@ class IntegerKeys {
     if (const std::size_t own = blocks_ * kBlock * width_; own > query_.size()) query_ = Buffer(own), steps_ = Buffer(own);
     if (pages * blocks_ > room_) {
       room_ = pages * blocks_;
-      upper_ = Buffer(room_ * width_), lower_ = Buffer(room_ * width_);
-      parts_.reset(new Part[room_ * numbers_.segment_count()]), centre_ = Buffer(room_ * kBlock);
+      upper_ = Buffer::unset(room_ * width_), lower_ = Buffer::unset(room_ * width_);
+      parts_.reset(new Part[room_ * numbers_.segment_count()]), start_ = Buffer::unset(room_ * kBlock);
     }
     for (std::size_t r = 0; r < rows; ++r) {
       std::copy(query + r * side_.shape.head_dim, query + (r + 1) * side_.shape.head_dim, &query_[r * width_]);
@@ -41,9 +41,12 @@ class IntegerKeys {
   // Takes one of the pages.
   void prepare_page(std::size_t number, const Page& page, std::size_t rows) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
-      const std::size_t block = number * blocks_ + r / kBlock;
+      const std::size_t block = number * blocks_ + r / kBlock, queries = side_.channel_scale ? block : r / kBlock;
       if (side_.channel_scale) round<Rows>(block, page.channel_scale(), r);
-      if (side_.centre) centre<Rows>(block, page.centre(), r);
+      __m128 start = side_.centre ? centre<Rows>(page.centre(), r) : _mm_setzero_ps();
+      for (std::size_t i = 0; i < numbers_.segment_count() && !side_.scale; ++i)
+        start = _mm_add_ps(start, _mm_load_ps(part(queries, i).base));
+      _mm_store_ps(&start_[block * kBlock], start);
     });
   }
 
@@ -52,22 +55,10 @@ class IntegerKeys {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       const std::size_t block = number * blocks_ + r / kBlock;
       float* out = scores + r * stride;
-      for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
-        const unsigned bits = numbers_.run(numbers_.segment(i).first).bits;
-        if (numbers_.segment(i).two_bytes) {
-          if (bits == 1) add<1, true, Rows>(i, block, page, code, out, stride);
-          if (bits == 2) add<2, true, Rows>(i, block, page, code, out, stride);
-          if (bits == 3) add<3, true, Rows>(i, block, page, code, out, stride);
-          if (bits == 4) add<4, true, Rows>(i, block, page, code, out, stride);
-          if (bits == 5) add<5, true, Rows>(i, block, page, code, out, stride);
-          if (bits == 6) add<6, true, Rows>(i, block, page, code, out, stride);
-        } else {
-          if (bits == 1) add<1, false, Rows>(i, block, page, code, out, stride);
-          if (bits == 2) add<2, false, Rows>(i, block, page, code, out, stride);
-          if (bits == 3) add<3, false, Rows>(i, block, page, code, out, stride);
-          if (bits == 4) add<4, false, Rows>(i, block, page, code, out, stride);
-        }
-      }
+      if (numbers_.segment_count() == 1 && !numbers_.segment(0).two_bytes)
+        in_widths<4>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), true>(block, page, code, tile, out, stride); });
+      else
+        in_widths<2>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), false>(block, page, code, tile, out, stride); });
     });
   }
 
@@ -83,7 +74,7 @@ class IntegerKeys {
   static const std::uint8_t* bytes(const Buffer& buffer) { return reinterpret_cast<const std::uint8_t*>(buffer.data()); }
 
   // A block of rows for one page.
-  Part& part(std::size_t block, std::size_t segment) { return parts_[block * numbers_.segment_count() + segment]; }
+  Part& part(std::size_t block, std::size_t segment) const { return parts_[block * numbers_.segment_count() + segment]; }
 
   // q̃ ⊙ S · step as whole numbers.
   template <std::size_t Rows>
@@ -105,7 +96,7 @@ class IntegerKeys {
       for (std::size_t i = 0; i < Rows; ++i)
         most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
     }
-    const __m128 one = _mm_mul_ps(largest_four(most), _mm_set1_ps(1.0f / (TwoBytes ? 32512.0f : 127.0f)));
+    const __m128 one = _mm_mul_ps(__m128(largest_four(most)), _mm_set1_ps(1.0f / (TwoBytes ? 32512.0f : 127.0f)));
     _mm_store_ps(own.worth, one);
     alignas(16) float per_one[kBlock];
     _mm_store_ps(per_one, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
@@ -132,59 +123,87 @@ class IntegerKeys {
     __m128 base = _mm_cvtepi32_ps(sum_of_fours(upper_sum));
     if constexpr (TwoBytes) base = _mm_fmadd_ps(base, _mm_set1_ps(256.0f), _mm_cvtepi32_ps(sum_of_fours(lower_sum)));
     base = _mm_mul_ps(base, _mm_sub_ps(_mm_setzero_ps(), one));
-    if (any_middle) base = _mm_add_ps(base, sum_four(middle));
+    if (any_middle) base = _mm_add_ps(base, __m128(sum_four(middle)));
     _mm_store_ps(own.base, base);
     if (!side_.offset) return;
     for (std::size_t g = first; g < last; ++g)
       for (std::size_t i = 0; i < Rows; ++i) total[i] += load(&query_[(r + i) * width_ + g * kTile]);
-    _mm_store_ps(own.total, sum_four(total));
+    store(own.total, sum_four(total));
   }
 
+  // q̃ · z.
   template <std::size_t Rows>
-  void centre(std::size_t block, const float* centre, std::size_t r) {
+  __m128 centre(const float* centre, std::size_t r) const {
     Vec dot[kBlock] = {};
     for (std::size_t c = 0; c < width_; c += kLanes) {
       const Vec z = load(centre + c);
       for (std::size_t i = 0; i < Rows; ++i) dot[i] += load(&query_[(r + i) * width_ + c]) * z;
     }
-    _mm_store_ps(&centre_[block * kBlock], sum_four(dot));
+    return __m128(sum_four(dot));
   }
 
-  // Adds what one segment makes of the scores of Rows rows; Bits are those of its first run.
-  template <unsigned Bits, bool TwoBytes, std::size_t Rows>
-  void add(std::size_t segment, std::size_t block, const Page& page, const std::uint8_t* code, float* scores, std::size_t stride) {
-    in_widths<TwoBytes ? 2 : 4>(size_ / kTile, [&](auto width, std::size_t tile) {
-      add_tiles<Bits, TwoBytes, Rows, width()>(segment, block, page, code, tile, scores, stride);
+  // The scores of Rows rows with Width tiles of tokens. Narrow: there is one segment, and queries have one byte.
+  template <std::size_t Rows, std::size_t Width, bool Narrow>
+  void score_tiles(std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores, std::size_t stride) const {
+    code += 32 * numbers_.all_bits() * tile;
+    __m512 sums[Rows][Width];
+    const auto start = [&]() KVFOLD_LAMBDA {
+      each<Rows>([&](auto i) KVFOLD_LAMBDA {
+        each<Width>([&](auto w) KVFOLD_LAMBDA { sums[i][w] = _mm512_set1_ps(start_[block * kBlock + i]); });
+      });
+    };
+    if constexpr (!Narrow) start();  // else after the products, which take all registers
+    const auto add = [&]<unsigned Bits, bool TwoBytes>(std::size_t index) KVFOLD_LAMBDA {
+      add_segment<Bits, TwoBytes>(index, block, page, code, tile * kTile, sums, [&]() KVFOLD_LAMBDA { if constexpr (Narrow) start(); });
+    };
+    for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
+      const unsigned bits = numbers_.run(numbers_.segment(i).first).bits;
+      if (Narrow || !numbers_.segment(i).two_bytes) {
+        if (bits == 1) add.template operator()<1, false>(i);
+        if (bits == 2) add.template operator()<2, false>(i);
+        if (bits == 3) add.template operator()<3, false>(i);
+        if (bits == 4) add.template operator()<4, false>(i);
+      } else {
+        if (bits == 1) add.template operator()<1, true>(i);
+        if (bits == 2) add.template operator()<2, true>(i);
+        if (bits == 3) add.template operator()<3, true>(i);
+        if (bits == 4) add.template operator()<4, true>(i);
+        if (bits == 5) add.template operator()<5, true>(i);
+        if (bits == 6) add.template operator()<6, true>(i);
+      }
+      if constexpr (Narrow) break;
+    }
+    each<Rows>([&](auto i) KVFOLD_LAMBDA {
+      each<Width>([&](auto w) KVFOLD_LAMBDA { _mm512_store_ps(scores + i * stride + (tile + w) * kTile, sums[i][w]); });
     });
   }
 
-  // … with Width tiles of tokens.
-  template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width>
-  void add_tiles(std::size_t index, std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores,
-                 std::size_t stride) {
+  // Adds what one segment makes of them, after a call of `start`; Bits are those of its first run.
+  template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width, typename Start>
+  KVFOLD_INLINE void add_segment(std::size_t index, std::size_t block, const Page& page, const std::uint8_t* code, std::size_t token,
+                                 __m512 (&sums)[Rows][Width], Start start) const {
     const Numbers::Segment& segment = numbers_.segment(index);
     const std::size_t queries = side_.channel_scale ? block : block % blocks_, ahead = page.ahead();
-    code += 32 * numbers_.all_bits() * tile;
     __m512i upper[Rows][Width], lower[Rows][Width];
     clear(upper), clear(lower);
     products<Bits, TwoBytes>(numbers_.run(segment.first), code, ahead, queries, upper, lower);
     if constexpr (Bits == 2)
       if (segment.count == 2) products<1, TwoBytes>(numbers_.run(segment.first + 1), code, ahead, queries, upper, lower);
     const Part& own = part(queries, index);
-    const std::size_t token = tile * kTile;
     const float *scale = page.scale() + segment.group * size_ + token, *offset = page.offset() + segment.group * size_ + token;
     const bool scaled = side_.scale, shifted = side_.offset;
+    start();
     each<Rows>([&](auto i) KVFOLD_LAMBDA {
-      float* to = scores + i * stride + token;
-      const __m512 one = _mm512_set1_ps(own.worth[i]), base = _mm512_set1_ps(own.base[i]);
+      const __m512 one = _mm512_set1_ps(own.worth[i]);
       each<Width>([&](auto w) KVFOLD_LAMBDA {
         __m512 y = _mm512_cvtepi32_ps(upper[i][w]);
         if constexpr (TwoBytes) y = _mm512_fmadd_ps(y, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[i][w]));
-        y = _mm512_fmadd_ps(y, one, base);
-        const __m512 before = index ? _mm512_load_ps(to + w * kTile) : _mm512_set1_ps(centre_[block * kBlock + i]);
-        y = scaled ? _mm512_fmadd_ps(y, _mm512_load_ps(scale + w * kTile), before) : _mm512_add_ps(y, before);
-        if (shifted) y = _mm512_fmadd_ps(_mm512_load_ps(offset + w * kTile), _mm512_set1_ps(own.total[i]), y);
-        _mm512_store_ps(to + w * kTile, y);
+        __m512& sum = sums[i][w];
+        if (scaled)
+          sum = _mm512_fmadd_ps(_mm512_fmadd_ps(y, one, _mm512_set1_ps(own.base[i])), _mm512_load_ps(scale + w * kTile), sum);
+        else
+          sum = _mm512_fmadd_ps(y, one, sum);
+        if (shifted) sum = _mm512_fmadd_ps(_mm512_load_ps(offset + w * kTile), _mm512_set1_ps(own.total[i]), sum);
       });
     });
   }
@@ -220,7 +239,7 @@ class IntegerKeys {
   bool any_middle_ = false;
   std::unique_ptr<Part[]> parts_;
   Buffer query_, steps_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them
-  Buffer centre_;                         // q̃ · z of each row
+  Buffer start_;                          // what scores of each row start with: q̃ · z, and the parts' bases unless they are scaled
   Buffer ones_{width_, 1.0f};
 };
 

@@ -25,7 +25,7 @@ class IntegerValues {
     blocks_ = (rows + kBlock - 1) / kBlock;
     const std::size_t count = pages * side_.groups * blocks_;
     if (count <= worth_count_) return;
-    worth_count_ = count, worths_.reset(new Worth[count]), weights_ = Buffer(count * kBlock * size_ / sizeof(float));
+    worth_count_ = count, worths_.reset(new Worth[count]), weights_ = Buffer::unset(count * kBlock * size_ / sizeof(float));
   }
 
   // Takes the probabilities, `stride` apart from row to row, of the tokens of one of the pages.
@@ -88,7 +88,7 @@ class IntegerValues {
       }
     }
     Worth& worth = worths_[index];
-    const __m128 one = _mm_div_ps(largest_four(most), _mm_set1_ps(255.0f));
+    const __m128 one = _mm_div_ps(__m128(largest_four(most)), _mm_set1_ps(255.0f));
     _mm_store_ps(worth.one, one);
     alignas(16) float per[kBlock];
     _mm_store_ps(per, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
@@ -100,9 +100,9 @@ class IntegerValues {
         whole[i] = _mm512_cvtps_epi32(__m512(load(probabilities + i * stride + t) * scale * per[i]));
       store_four<false>(weights + t * kBlock, whole);
     }
-    if (centred) _mm_store_ps(worth.total, sum_four(total));
-    if (shifted) _mm_store_ps(worth.offset, sum_four(offset));
-    if (middle) _mm_store_ps(worth.scaled, sum_four(scaled));
+    if (centred) store(worth.total, sum_four(total));
+    if (shifted) store(worth.offset, sum_four(offset));
+    if (middle) store(worth.scaled, sum_four(scaled));
   }
 
   // Rows rows over Width tiles of channels with one codebook.

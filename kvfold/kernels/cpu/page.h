@@ -104,13 +104,16 @@ class Page {
         tokens_first_(layout == Layout::tokens_first),
         width_(padded(side.shape.head_dim)),
         size_(side.shape.page_size),
-        numbers_(2 * (padded(size_ * side.groups) + width_)),
+        numbers_(Buffer::unset(2 * (padded(size_ * side.groups) + width_))),
         offset_(numbers_.data()),
         scale_(offset_ + padded(size_ * side.groups)),
         centre_(scale_ + padded(size_ * side.groups)),
         channel_scale_(centre_ + width_) {
+    // Channels beyond the last count as if they had these. What a side lacks gets its numbers where it is unfolded, but for
+    // scales, which are always read.
     std::fill(scale_, centre_, 1.0f);
-    std::fill(channel_scale_, channel_scale_ + width_, 1.0f);
+    if (side.centre) std::fill(centre_ + side.centre_dim, channel_scale_, 0.0f);
+    if (side.channel_scale) std::fill(channel_scale_ + side.centre_dim, channel_scale_ + width_, 1.0f);
   }
 
   const float* scale() const { return scale_; }
@@ -122,7 +125,7 @@ class Page {
 
   // Fills `data` from the codes of the page found last.
   void unfold(const std::uint8_t* code) {
-    if (!scratch_.size()) scratch_ = Buffer(std::max(width_, side_.shape.head_dim + side_.plain_dim) * size_);
+    if (!scratch_.size()) make_scratch();
     if (side_.shape.bits == nullptr)
       numbers(code);
     else if (side_.shape.lanes_are_tokens)
@@ -195,6 +198,13 @@ class Page {
 
   static void to_floats(const std::uint16_t* from, std::size_t count, float* to) { from_halves(from, count, to); }
   static void to_floats(const float* from, std::size_t count, float* to) { std::copy(from, from + count, to); }
+
+  void make_scratch() {
+    scratch_ = Buffer(std::max(width_, side_.shape.head_dim + side_.plain_dim) * size_);
+    if (!side_.offset) std::fill(offset_, scale_, 0.0f);
+    if (!side_.centre) std::fill(centre_, channel_scale_, 0.0f);
+    if (!side_.channel_scale) std::fill(channel_scale_, channel_scale_ + width_, 1.0f);
+  }
 
   // Where the scales of a tile's channels are.
   std::size_t group_of(std::size_t tile) const { return side_.group_of_tile ? side_.group_of_tile[tile] * size_ : 0; }

@@ -89,9 +89,19 @@ inline void add_scaled(float* to, const float* from, float by, std::size_t n) {
 
 // y = A·x, or Aᵀ·x, for A of shape (rows, columns).
 inline void multiply_matrix(const float* a, std::size_t rows, std::size_t columns, const float* x, float* y) {
-  for (std::size_t r = 0; r < rows; ++r) y[r] = dot(a + r * columns, x, columns);
+  std::size_t r = 0;
+  for (; r + kBlock <= rows && columns % kLanes == 0; r += kBlock) {
+    Vec lanes[kBlock] = {};
+    for (std::size_t c = 0; c < columns; c += kLanes)
+      for (std::size_t i = 0; i < kBlock; ++i) lanes[i] += load(a + (r + i) * columns + c) * load(x + c);
+    store(y + r, sum_four(lanes));
+  }
+  for (; r < rows; ++r) y[r] = dot(a + r * columns, x, columns);
 }
 inline void multiply_transposed(const float* a, std::size_t rows, std::size_t columns, const float* x, float* y) {
+#ifdef __AVX512F__  // elsewhere registers do not hold the sums
+  if (columns % kLanes == 0) return multiply<false>(1, rows, columns, x, rows, a, columns, y, columns);
+#endif
   std::fill(y, y + columns, 0.0f);
   for (std::size_t r = 0; r < rows; ++r) add_scaled(y, a + r * columns, x[r], columns);
 }

@@ -36,18 +36,22 @@ constexpr std::size_t kBlock = 4;        // rows whose softmax, or whose product
 #define KVFOLD_LAMBDA __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(64)));
+typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t Ints __attribute__((vector_size(64)));
 typedef std::uint8_t Flags __attribute__((vector_size(16)));
 
-// Zeroed floats on a cache line's boundary. Ours, as a library's templates would be shared with code that was compiled
-// for other instruction sets.
+// Floats on a cache line's boundary: zeros, or whatever lay there. Ours, as a library's templates would be shared with code
+// that was compiled for other instruction sets.
 class Buffer {
  public:
-  explicit Buffer(std::size_t size = 0, float value = 0.0f)
-      : data_(size ? static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64)) : nullptr),
-        size_(size) {
-    if (size && !data_) throw std::bad_alloc();
+  explicit Buffer(std::size_t size = 0, float value = 0.0f) : Buffer(unset(size)) {
     for (std::size_t i = 0; i < size; ++i) data_[i] = value;
+  }
+  static Buffer unset(std::size_t size) {
+    Buffer made(nullptr, size);
+    if (size) made.data_ = static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64));
+    if (size && !made.data_) throw std::bad_alloc();
+    return made;
   }
   Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   Buffer& operator=(Buffer&& other) noexcept {
@@ -62,6 +66,8 @@ class Buffer {
   const float* data() const { return data_; }
 
  private:
+  Buffer(float* data, std::size_t size) : data_(data), size_(size) {}
+
   float* data_;
   std::size_t size_;
 };
@@ -72,6 +78,7 @@ inline Vec load(const float* from) {
   return v;
 }
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+inline void store(float* to, Four v) { std::memcpy(to, &v, sizeof v); }
 inline Vec all(float x) { return Vec{} + x; }
 
 inline float from_half(std::uint16_t bits) {
@@ -120,7 +127,7 @@ inline float from(Dtype dtype, const void* data, std::size_t i) {
 }
 
 // `count` ≤ 16 numbers from data[i] on, and zeros.
-inline Vec load_some(Dtype dtype, const void* data, std::size_t i, std::size_t count) {
+KVFOLD_INLINE Vec load_some(Dtype dtype, const void* data, std::size_t i, std::size_t count) {
   if (count == kLanes && dtype == Dtype::float32) return load(static_cast<const float*>(data) + i);
 #ifdef __AVX512F__
   if (count == kLanes) {
@@ -156,10 +163,10 @@ inline void transpose(Vec (&lines)[kLanes]) {
 }
 
 // Asks memory for `count` numbers that will be read soon: those of the page that is kAhead pages on, while this one is
-// worked on.
+// worked on. Always inlined: a compiler that makes it a function of its own finds that it does nothing, and drops the calls.
 constexpr std::size_t kAhead = 4;
 template <typename T>
-inline void ask_for(const T* from, std::size_t count) {
+KVFOLD_INLINE void ask_for(const T* from, std::size_t count) {
   const char* at = reinterpret_cast<const char*>(from);
   for (std::size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
@@ -210,6 +217,24 @@ inline float largest(Vec v) {
   float most = v[0];
   for (std::size_t i = 1; i < kLanes; ++i) most = std::max(most, v[i]);
   return most;
+}
+
+// What `combine` makes of the lanes of each of four vectors.
+template <typename Combine>
+KVFOLD_INLINE Four reduce_four(const Vec (&of)[kBlock], Combine combine) {
+  const auto pair = [&](Vec a, Vec b) KVFOLD_LAMBDA {
+    return combine(__builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+                   __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31));
+  };
+  const Vec a = pair(of[0], of[1]), b = pair(of[2], of[3]);
+  Vec all = combine(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                    __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  all = combine(all, __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  all = combine(all, __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  return __builtin_shufflevector(all, all, 0, 1, 2, 3);
+}
+KVFOLD_INLINE Four sum_four(const Vec (&of)[kBlock]) {
+  return reduce_four(of, [](Vec a, Vec b) KVFOLD_LAMBDA { return a + b; });
 }
 
 // c[rows][16·Width] (+)= a[rows][depth] · b[depth][16·Width]
