@@ -12,7 +12,6 @@ from kvfold.cache.rows import DenseSpan, FoldedRows
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import Format
 from kvfold.formats.page import FirstChannels, PageForm, Pages
-from kvfold.kernels.copy import numbers_at
 from kvfold.kernels.cpu import module
 from kvfold.kernels.ops import DTYPES
 from kvfold.quant.packing import TILE
@@ -64,7 +63,7 @@ def attend_rows(
     """
     batch, heads, n, _ = query.shape
     _check(query, rows, mask, sink_logits)
-    queries = numbers_at(query) or numbers_at(query := query.resolve_neg().contiguous())
+    queries = module.numbers_at(query) or module.numbers_at(query := query.resolve_neg().contiguous())
     sinks, of_sinks = _span(rows.sink_span())
     others, of_others = _span(dense)
     if mask is not None:
@@ -123,11 +122,11 @@ def _span(span: DenseSpan | None) -> "tuple[SpanAt | None, tuple[Tensor, ...]]":
     if span is None or not span.tokens:
         return None, ()
     key, value = span.storage
-    keys, values = numbers_at(key, span.first), numbers_at(value, span.first)
+    keys, values = module.numbers_at(key, span.first), module.numbers_at(value, span.first)
     if keys is not None and values is not None and keys[1] == values[1]:
         return (keys, values, span.start, span.tokens), span.storage
     key, value = (x.float().resolve_neg().contiguous() for x in (span.key, span.value))
-    keys, values = numbers_at(key), numbers_at(value)
+    keys, values = module.numbers_at(key), module.numbers_at(value)
     assert keys is not None
     assert values is not None
     return (keys, values, span.start, span.tokens), (key, value)

@@ -11,6 +11,7 @@ from kvfold.attention import cpu, reference, triton
 from kvfold.cache.layer import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
+from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
 
@@ -29,8 +30,7 @@ WHY_NOT: dict[str, Callable[[Tensor, FoldedRows, Tensor | None], str | None]] = 
 """Why a backend does not take a call's query, rows and mask; None if it does."""
 
 
-# A graph cannot hold a cache that grows: a compiled model leaves its graph here, and comes back.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def attend(
     query: Tensor,
     new: Appended,

@@ -44,10 +44,10 @@ class RowGroup:
 
     def own(self, columns: Tensor, first: int) -> Tensor:
         """These rows' tokens among batch columns (batch, heads, n, …) that start at column `first`."""
-        skip = max(self.padding - first, 0)
+        skip = self.padding - first
         if self.count < columns.shape[0]:
             columns = columns.index_select(0, self.batch_rows)
-        return columns[:, :, skip:] if skip else columns
+        return columns[:, :, skip:] if skip > 0 else columns
 
 
 @dataclass(eq=False)
@@ -151,8 +151,7 @@ class LayerCache:
         self.columns = 0
         self.groups: list[RowGroup] = []
         self.newest_queries: Tensor | None = None
-        # Shapes, dtypes and devices that `_check` had nothing to say of last.
-        self._fits: list[tuple[torch.Size, torch.dtype, torch.device]] | None = None
+        self._fits: tuple[object, ...] | None = None  # what `_check` had nothing to say of last
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
@@ -185,22 +184,36 @@ class LayerCache:
         return Appended(self, first_column, key.shape[2], dense)
 
     def _join(self, key: Tensor, value: Tensor) -> list[DenseSpan | None] | None:
-        """Append tokens that join the tail of each group and do no more, as most that are decoded; None if these do."""
+        """Append tokens that do no more than join those held, as most that are decoded; None if these do."""
         n = key.shape[2]
-        if self.awaits_rows:
-            return None
+        rows = 0
         for group in self.groups:
-            if not group.rows.only_joins_tail(n):
+            if not group.rows.only_joins(n):
                 return None
-        key, value = key.detach(), value.detach()
-        for group in self.groups:
-            try:
-                whole = group.rows.write(group.own(key, self.columns), group.own(value, self.columns))
-            except ValueError as error:
-                raise ValueError(f"layer {self.index}: {error}") from None
+            rows += group.count
+        if rows < key.shape[0]:  # some have not had their first token yet
+            return None
+        assert self._like is not None
+        key, value, dtype = key.detach(), value.detach(), self._like[0].dtype
+        whole = False
+        try:
+            for group in self.groups:
+                own = key, value
+                if group.count < rows or group.padding > self.columns:
+                    own = group.own(key, self.columns), group.own(value, self.columns)
+                whole = group.rows.write(*own, dtype)
+                if not whole:
+                    return None  # `_grow` says which number is not finite
+        except ValueError as error:
+            raise ValueError(f"layer {self.index}: {error}") from None
+        finally:
             if not whole:
-                return None  # `_grow` says which number is not finite
-        return [group.rows.join(n) for group in self.groups]  # does not fail
+                for group in self.groups:
+                    group.rows.unwrite()
+        dense = []
+        for group in self.groups:
+            dense.append(group.rows.join(n))  # does not fail
+        return dense
 
     def _grow(self, key: Tensor, value: Tensor, padding: Sequence[int] | None) -> list[DenseSpan | None]:
         """Append any tokens."""
@@ -248,14 +261,17 @@ class LayerCache:
         """
         if new.observed:
             return
+        awaiting = [group for group in self.groups if group.rows.awaits_queries]
         if query is not None:
             self._check_query(query, new)
+            if awaiting and not query.isfinite().all():
+                raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
         new.observed = True
         if self.keeps_queries and query is not None:
             held = [] if self.newest_queries is None else [self.newest_queries]
             newest = torch.cat((*held, query[:, :, -self.keeps_queries :]), 2)
             self.newest_queries = newest[:, :, -self.keeps_queries :].clone()
-        for group in self.groups:
+        for group in awaiting:
             own = None if query is None else group.own(query, new.first_column)
             n = new.columns - max(group.padding - new.first_column, 0)
             try:
@@ -272,8 +288,6 @@ class LayerCache:
                 f"query has shape {tuple(query.shape)}: give (batch, heads, n, key_dim) = ({batch}, a multiple of "
                 f"{kv_heads}, {new.columns}, {key_dim})"
             )
-        if any(group.rows.awaits_queries for group in self.groups) and not query.isfinite().all():
-            raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
 
     def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
         """This layer's formats, not fitted."""
@@ -316,7 +330,7 @@ class LayerCache:
         ]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
-        given = [(x.shape, x.dtype, x.device) for x in (key, value, *(self._like or ()))]
+        given = (key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
         if given == self._fits:
             return
         where = f"layer {self.index}"
@@ -422,6 +436,7 @@ class LayerCache:
         if self.newest_queries is not None:
             self.newest_queries = self.newest_queries.index_select(0, rows.to(self.newest_queries.device))
         self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
+        self._fits = None
 
     # Going back
 
@@ -433,7 +448,7 @@ class LayerCache:
     def restore(self, state: "LayerState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
         self.columns, self._formats, self._like = state.columns, state.formats, state.like
-        self.newest_queries = state.newest_queries
+        self.newest_queries, self._fits = state.newest_queries, None
         for group, rows in state.groups:
             group.rows.restore(rows)
         self.groups = [group for group, _ in state.groups]

@@ -15,6 +15,7 @@ before; the query that completes them is the first that reads folded pages.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
 from kvfold.kernels.copy import copy_finite
+from kvfold.kernels.tokens import TokenFolder, TokenPages
 from kvfold.quant.finite import finite
 
 TAIL_STEP = 16
@@ -34,6 +36,10 @@ TAIL_STEP = 16
 LOOKED_AT_ONCE = {"cpu"}
 """Devices where each token is looked at for NaN and infinities as it comes. Elsewhere to look means to wait for the
 device, so what comes token by token is looked at a page at a time; until then attention over it gives NaN."""
+
+
+# By folded keys: so no memory outlives the pages that it belongs to.
+_TOKEN_FOLDERS: WeakKeyDictionary[Pages, tuple[FormatPair, Pages | None, TokenFolder | None]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -125,6 +131,10 @@ class FoldedRows:
     ----------
     kv_heads
         KV heads of the layer.
+    key_dim, value_dim
+        Coordinates of a key and of a value.
+    sides
+        2, or 1 if values are a view of keys.
     length
         Tokens held by each row.
     evicted
@@ -153,6 +163,7 @@ class FoldedRows:
         self.formats = self.unfitted = formats
         self.kv_heads = kv_heads
         self.page_size = formats.keys.page_size
+        self.key_dim, self.value_dim = formats.keys.head_dim, formats.values.head_dim
         self.window = formats.window
         self.length = 0
         self.evicted = 0
@@ -163,6 +174,7 @@ class FoldedRows:
             self.values = StoreView(self.keys, formats.values.form)
         else:
             self.values = PageStore(formats.values.form, self.window.sinks)
+        self.sides = len(self.stores)
         self.sinks: tuple[Tensor, Tensor] | None = None
         self.tail: tuple[Tensor, Tensor] | None = None
         self.tail_start = self.window.sinks
@@ -191,16 +203,6 @@ class FoldedRows:
         return 0 if self.keys.storage is None else self.keys.storage.code.shape[0]
 
     @property
-    def key_dim(self) -> int:
-        """Coordinates of a key."""
-        return self.formats.keys.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Coordinates of a value."""
-        return self.formats.values.head_dim
-
-    @property
     def folded_stop(self) -> int:
         """Slot after the last folded token."""
         pages_stop = self.window.sinks + self.keys.count * self.page_size
@@ -221,16 +223,18 @@ class FoldedRows:
         causal
             Whether a query reads nothing after itself; else a mask decides alone.
         """
-        first, length = self.window.sinks, self.length
-        own = range(length - n, length)
-        stop = [t + 1 for t in own] if causal else [length] * n
+        first, length, size = self.window.sinks, self.length, self.page_size
+        stop = list(range(length - n + 1, length + 1)) if causal else [length] * n
         if self.formats.folds_by_token:
             return [length] * n, stop
         # What lies before the dense tokens is held folded only.
         at_least = length if dense is None else dense.start
-        waits = self.fit_tokens - self.evicted
-        ripe = [(t + 1 - self.window.recent - first) // self.page_size if t + 1 >= waits else 0 for t in own]
-        return [max(first + pages * self.page_size, at_least) for pages in ripe], stop
+        waits, unripe = self.fit_tokens - self.evicted, self.window.recent + first
+        folded = []
+        for seen in range(length - n + 1, length + 1):
+            pages = (seen - unripe) // size if seen >= waits else 0
+            folded.append(max(first + pages * size, at_least))
+        return folded, stop
 
     def _full_pages(self, length: int, followed_by: int) -> int:
         """Pages of a row of `length` tokens that at least `followed_by` ≥ `recent` tokens follow."""
@@ -252,54 +256,91 @@ class FoldedRows:
 
     # Growing
 
-    def only_joins_tail(self, n: int) -> bool:
-        """Whether `n` new tokens fold nothing, push nothing out of the tail, and find room there."""
-        stop = self.length + n
-        return (
-            self.tail is not None
-            and self.length >= self.window.sinks
-            and stop - self.tail_start <= self.tail[0].shape[2]
-            and (self.formats.awaits_fit or self._full_pages(stop, self.window.recent) <= self.keys.count)
-            and self._start_of_tail(stop) == self.tail_start
-        )
+    def only_joins(self, n: int) -> bool:
+        """Whether `n` new tokens do no more than join those held.
 
-    def write(self, key: Tensor, value: Tensor) -> bool:
-        """Write tokens behind the newest, which `only_joins_tail`; `join` is what makes them held.
+        They join the tail, fold nothing and push nothing out of it; or one token folds by itself into a page that is
+        not full.
+        """
+        if self.formats.folds_by_token:
+            after = self.length - self.window.sinks
+            return n == 1 and after > 0 and after % self.page_size > 0 and self._token_folder() is not None
+        if self.tail is None or self.length < self.window.sinks:
+            return False
+        stop, held, window = self.length + n, self.keys.count, self.window
+        if not self.formats.awaits_fit and self._full_pages(stop, window.recent) > held:
+            return False
+        dropped = min(self._full_pages(stop, window.recent + window.undo), held)
+        return window.sinks + dropped * self.page_size <= self.tail_start
+
+    def write(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+        """Write tokens behind the newest, which `only_joins`; `join` is what makes them held.
 
         Parameters
         ----------
         key, value
             As for `prepare`, in any floating dtype, and not known to be finite.
+        dtype
+            What tokens are rounded to, whether they stay dense or fold.
 
         Returns
         -------
         bool
-            Whether they are finite, as far as this device looks at them now (`LOOKED_AT_ONCE`).
+            Whether they are finite, as far as this device looks at them now (`LOOKED_AT_ONCE`), and were written.
 
         Raises
         ------
         ValueError
             As `look`.
         """
-        assert self.tail is not None
+        if self.tail is None:
+            folder = self._token_folder()
+            page, slot = divmod(self.length - self.window.sinks, self.page_size)
+            return folder is not None and folder.fold((key, value)[: self.sides], dtype, page, slot)
         at, n = self.length - self.tail_start, key.shape[2]
+        if at + n > self.tail[0].shape[2]:
+            self._widen_tail(at, at + n)
         waits = key.device.type not in LOOKED_AT_ONCE
         if waits:
             self.look()
         whole = True
-        for kept, new in zip(self.tail[: len(self.stores)], (key, value), strict=False):
+        for kept, new in zip(self.tail[: self.sides], (key, value), strict=False):
             if waits and n == 1:
                 kept[:, :, at : at + n] = new
             else:
                 whole &= copy_finite(new, kept, at)
         return whole
 
-    def join(self, n: int) -> DenseSpan:
+    def unwrite(self) -> None:
+        """Leave no trace of what was written and is not to be held."""
+        if self.tail is None and self.keys.count:
+            self._crop_tokens(self.length - self.window.sinks)
+
+    def join(self, n: int) -> DenseSpan | None:
         """Hold the `n` tokens that were written, and return what `commit` does."""
-        assert self.tail is not None
         self.length += n
-        start = self.folded_stop
+        if self.tail is None:
+            return None
+        start = self.window.sinks + self.keys.count * self.page_size
         return DenseSpan(self.tail, start, first=start - self.tail_start, tokens=self.length - start)
+
+    def _token_folder(self) -> TokenFolder | None:
+        """What folds single tokens into pages; None if no kernel does."""
+        keys, values = self.keys.storage, self.values.storage
+        if keys is None or values is None or keys.code.device.type != "cpu":
+            return None
+        others = None if values is keys else values
+        known = _TOKEN_FOLDERS.get(keys)
+        if known is not None and known[:2] == (self.formats, others) and (known[2] is None or not known[2].has_moved()):
+            return known[2]
+        streams = []
+        for fmt, pages in ((self.formats.keys, keys), (self.formats.values, values))[: self.sides]:
+            how = fmt.token_code()
+            if how is not None and pages.scale is not None:
+                streams.append(TokenPages(how, fmt.lanes, pages.code, pages.scale))
+        folder = TokenFolder(streams) if len(streams) == self.sides else None
+        _TOKEN_FOLDERS[keys] = self.formats, others, folder
+        return folder
 
     def prepare(self, key: Tensor, value: Tensor) -> "Pending":
         """Fold what new tokens make ripe, changing nothing yet.
@@ -421,7 +462,7 @@ class FoldedRows:
         """Pages for each of `stores` that hold tokens from slot `slot` of the stream on, and nothing elsewhere."""
         pages = []
         sides = ((formats.keys, key), (formats.values, value))
-        for fmt, x in sides[: len(self.stores)]:
+        for fmt, x in sides[: self.sides]:
             pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot + self.evicted))
             if key.device.type in LOOKED_AT_ONCE or key.shape[2] > 1:
                 require_finite(pages[-1])
@@ -460,13 +501,20 @@ class FoldedRows:
             return
         stays = self.tail is not None and start == self.tail_start and held <= self.tail[0].shape[2]
         if not stays:  # new storage, so that a `RowsState` still finds the old tail as it was
-            capacity = -(-held // TAIL_STEP) * TAIL_STEP
-            self.tail = self._room(dense.key, dense.value, capacity)
+            self.tail = self._room(dense.key, dense.value, _steps(held))
         assert self.tail is not None
         first = held - new if stays else 0
         for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
             kept[:, :, first:held] = source[:, :, start + first - dense.start :]
         self.tail_start = start
+
+    def _widen_tail(self, held: int, tokens: int) -> None:
+        """Make room for `tokens` tokens in the tail, of which `held` are held: in new storage, as `_keep_tail` does."""
+        assert self.tail is not None
+        wider = self._room(*self.tail, _steps(tokens))
+        for new, old in zip(wider[: self.sides], self.tail, strict=False):
+            new[:, :, :held] = old[:, :, :held]
+        self.tail = wider
 
     def _start_of_tail(self, length: int) -> int:
         """Where the tail starts once `length` tokens are held: what folded too long ago to be undone leaves it."""
@@ -511,7 +559,7 @@ class FoldedRows:
         )
         if self.positions is not None:
             saved.tensors["positions"] = self.positions
-        sides = ("keys", "values")[: len(self.stores)]
+        sides = ("keys", "values")[: self.sides]
         for span_name, span in (("sinks", self.sink_span()), ("tail", self.tail_span())):
             if span is not None:
                 for name, tensor in zip(sides, (span.key, span.value), strict=False):
@@ -580,7 +628,7 @@ class FoldedRows:
             shape = (batch, kv_heads, saved.number("queries", 0, most), rows.key_dim)
             rows.query_energy = saved.tensor("query_energy", [torch.bfloat16], shape)
 
-        sides = ("keys", "values")[: len(rows.stores)]
+        sides = ("keys", "values")[: rows.sides]
         count = saved.number("pages")
         rows.tail_start = saved.number("tail_start")
         rows._check_layout(count, after, saved.where)
@@ -596,7 +644,7 @@ class FoldedRows:
             rows.sinks = dense("sinks", min(length, rows.window.sinks), rows.window.sinks)
         if not formats.folds_by_token:
             held = max(length - rows.tail_start, 0)
-            rows.tail = dense("tail", held, -(-held // TAIL_STEP) * TAIL_STEP)
+            rows.tail = dense("tail", held, _steps(held))
         for name, store, one in zip(sides, rows.stores, page, strict=True):
             if count:
                 tensors = {
@@ -783,8 +831,7 @@ class FoldedRows:
             store.form.unfold(store.pages(page, page + 1))[:, :, :tokens] for store in (self.keys, self.values)
         )
         assert self.tail is not None  # a folded page was dense before
-        capacity = -(-tokens // TAIL_STEP) * TAIL_STEP
-        self.tail = self._room(*self.tail, capacity)
+        self.tail = self._room(*self.tail, _steps(tokens))
         for kept, source in zip(self.tail, (key, value), strict=True):
             kept[:, :, :tokens] = source.to(kept.dtype)
 
@@ -836,6 +883,11 @@ class FoldedRows:
         held = self.folded_stop - self.window.sinks
         key, value = (store.form.unfold(store.pages())[:, :, :held] for store in (self.keys, self.values))
         return DenseSpan.of(key, value, self.window.sinks)
+
+
+def _steps(tokens: int) -> int:
+    """Tokens that a tail has room for when it must hold `tokens`."""
+    return -(-tokens // TAIL_STEP) * TAIL_STEP
 
 
 def _room(like: Tensor, tokens: int) -> Tensor:

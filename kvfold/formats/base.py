@@ -15,6 +15,7 @@ from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels.places import Places
 from kvfold.quant.finite import finite
 from kvfold.quant.packing import TILE, Lanes
+from kvfold.quant.rotated import RotatedCode
 
 MAX_HEAD_DIM = 1024
 
@@ -100,6 +101,10 @@ class Format(ABC):
     def awaits_fit(self) -> bool:
         """Whether `fitted` must give tables of this format before it folds."""
         return False
+
+    def token_code(self) -> RotatedCode | None:
+        """How a token that folds by itself becomes codes; None if that is no kernel's work."""
+        return None
 
     def fitted(self, statistics: KeyStatistics) -> "Format":
         """This format with tables made for vectors of which `statistics` tell."""

@@ -172,7 +172,7 @@ class PageForm:
         """Whether scale groups are whole groups of 16 channels, as the CPU kernel takes them."""
         return not any(width % TILE for width in self.groups)
 
-    @property
+    @cached_property
     def only_reference(self) -> str | None:
         """Why no kernel reads such pages; None if kernels do."""
         return None
@@ -273,7 +273,7 @@ class FirstChannels(PageForm):
         own["groups"] = tuple(groups) if whole.groups else ()
         return cls(**own, whole=whole)
 
-    @property
+    @cached_property
     def only_reference(self) -> str | None:
         return self.whole.only_reference if self.bits else "values are a view of float16 keys"
 

@@ -1,6 +1,7 @@
 """The formats of a layer's keys and values."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvfold.formats.base import Format, Window
 from kvfold.formats.latent import KeyView, latent
@@ -21,7 +22,7 @@ class FormatPair:
     own_window: Window | None = None
     """A window in the place of the formats' own; tokens then fold by whole pages."""
 
-    @property
+    @cached_property
     def awaits_fit(self) -> bool:
         """Whether a format must see statistics before it folds."""
         return self.keys.awaits_fit or self.values.awaits_fit
@@ -31,14 +32,14 @@ class FormatPair:
         """Tokens of a sequence that come before its first fold, for the statistics; 0 if none are awaited."""
         return max(FIT_TOKENS, self.window.sinks + FEWEST_FITTED) if self.awaits_fit else 0
 
-    @property
+    @cached_property
     def window(self) -> Window:
         if self.own_window is not None:
             return self.own_window
         k, v = self.keys.window, self.values.window
         return Window(max(k.sinks, v.sinks), max(k.recent, v.recent), max(k.undo, v.undo))
 
-    @property
+    @cached_property
     def folds_by_token(self) -> bool:
         return self.own_window is None and self.keys.folds_by_token and self.values.folds_by_token
 

@@ -31,7 +31,7 @@ class PolarForm(PageForm):
 
     frequencies: tuple[float, ...] = ()
 
-    @property
+    @cached_property
     def only_reference(self) -> str | None:
         return "tbqx3 turns each key to its position when it is read"
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kvfold.kernels.cpu import module as cpu
-from kvfold.kernels.ops import DTYPES, INSTRUCTION_SET
+from kvfold.kernels.ops import INSTRUCTION_SET
 from kvfold.quant.finite import finite
 
 
@@ -25,20 +25,9 @@ def copy_finite(source: Tensor, target: Tensor, first: int = 0, instruction_set:
     batch, heads, n, dim = source.shape
     if target.shape != (batch, heads, target.shape[2], dim) or not 0 <= first <= target.shape[2] - n:
         raise ValueError(f"{tuple(source.shape)} from {first} on do not fit into target, {tuple(target.shape)}")
-    at, to = numbers_at(source), numbers_at(target, first)
+    at, to = cpu.numbers_at(source), cpu.numbers_at(target, first)
     if at is None or to is None:
         room = target[:, :, first : first + n]
         room.copy_(source)
         return finite(room)
     return cpu.copy(instruction_set, at, to, batch, heads, n, dim)
-
-
-def numbers_at(x: Tensor, first: int = 0) -> tuple[int, int, int, int, int] | None:
-    """Tokens from `first` on of (batch, heads, tokens, dim) as kernels for CPUs take them; None if they do not.
-
-    Address, dtype, and strides of all dimensions but the last.
-    """
-    dtype, (by_row, by_head, by_token, by_channel) = DTYPES.get(x.dtype), x.stride()
-    if dtype is None or not x.is_cpu or x.is_neg() or (by_channel != 1 and x.shape[3] > 1):
-        return None
-    return x.data_ptr() + first * by_token * x.itemsize, dtype, by_row, by_head, by_token

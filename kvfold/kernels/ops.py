@@ -15,7 +15,7 @@ from kvfold.quant import affine, packing, rotated
 from kvfold.quant.packing import Lanes
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
-from kvfold.quant.transforms import ChannelOrder, Transform
+from kvfold.quant.transforms import ChannelOrder, Hadamard, Transform
 
 INSTRUCTION_SET: str = cpu.instruction_sets()[0]
 
@@ -152,17 +152,14 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check_dim(x, matrix)
     code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
-    tokens, dim = x.shape[-2:]
+    tokens = x.shape[-2]
     flat = heads_of(x if x.dtype in DTYPES else x.float())
-    if signs is None:
-        rotation = cpu.Rotation.matrix(dim, matrix.shape[0], matrix.data_ptr(), 0)
-    else:
-        rotation = cpu.Rotation.hadamard(dim, signs.data_ptr(), 0 if mix is None else mix.data_ptr())
     shape = (*flat.shape[:2], code.shape[-2], page_size)
     cpu.fold(
         INSTRUCTION_SET, flat.data_ptr(), DTYPES[flat.dtype], flat.stride(0), flat.stride(1), flat.stride(2), tokens,
-        slot, rotation, levels.contiguous(), list(SCALE_RULES).index(rule), _lanes(lanes) == "tokens", code.view(-1),
-        scale.view(torch.uint16).view(shape), centre.view(torch.uint16) if centred else None, torch.get_num_threads(),
+        slot, _rotation(matrix, signs, mix), levels.contiguous(), list(SCALE_RULES).index(rule),
+        _lanes(lanes) == "tokens", code.view(-1), scale.view(torch.uint16).view(shape),
+        centre.view(torch.uint16) if centred else None, torch.get_num_threads(),
     )  # fmt: skip
     return code, scale, centre
 
@@ -178,6 +175,19 @@ def _folded_like(
     code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
     scale = x.new_empty((*lead, page_size), dtype=torch.float16)
     return code, scale, x.new_empty((*lead, code_dim) if centred else 0, dtype=torch.float16)
+
+
+def rotation(transform: Transform) -> cpu.Rotation:
+    """A rotation as kernels that fold know it."""
+    if isinstance(transform, Hadamard):
+        return _rotation(transform.matrix, transform.signs, transform.mix)
+    return _rotation(transform.matrix, None, None)
+
+
+def _rotation(matrix: Tensor, signs: Tensor | None, mix: Tensor | None) -> cpu.Rotation:
+    if signs is None:
+        return cpu.Rotation.matrix(matrix.shape[1], matrix.shape[0], matrix.data_ptr(), 0)
+    return cpu.Rotation.hadamard(matrix.shape[1], signs.data_ptr(), 0 if mix is None else mix.data_ptr())
 
 
 def _check_dim(x: Tensor, matrix: Tensor) -> None:

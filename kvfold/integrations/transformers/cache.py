@@ -34,6 +34,7 @@ from kvfold.integrations.transformers.saving import (
     layer_from_saved,
     layer_to_saved,
 )
+from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
 
@@ -210,14 +211,17 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self._before = [_undo(layer) for layer in self.layers]
         self._updated_last = layer_idx
         try:
-            if isinstance(self.layers[layer_idx], FoldedLayer):
-                self._check_shape(key_states, layer_idx)
+            layer = self.layers[layer_idx]
+            if isinstance(layer, FoldedLayer):
+                if not layer.folded.columns:
+                    self._check_shape(key_states, layer_idx)
+                return layer.update(key_states, value_states, *args, **kwargs)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException:
             self._roll_back()
             raise
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def end_pass(self, broken: bool) -> None:
         """Called when an attached model's forward pass ends; if it broke, all layers forget its tokens."""
         if broken:
@@ -330,7 +334,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self.evictor.clear()
         self.origin, self.ids = Origin(), None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def read_by(self, decoder: nn.Module) -> None:
         """Called when an attached model's decoder starts a forward pass.
 

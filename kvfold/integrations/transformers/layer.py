@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.layer import LayerCache
 from kvfold.integrations.transformers.handle import FoldedHandle
+from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
 
@@ -57,7 +58,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: `is_initialized` would promise dense `keys` and `values` to whoever looks at them."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append tokens; return handles for folded attention, or else dense keys and values.
 

@@ -120,7 +120,37 @@ class Rows:
         /,
     ) -> bool: ...
 
+def numbers_at(tensor: Tensor, first: int = 0, /) -> NumbersAt | None: ...
 def copy(isa: str, source: NumbersAt, target: NumbersAt, batch: int, heads: int, tokens: int, dim: int, /) -> bool: ...
+
+class TokenSide:
+    def __init__(
+        self,
+        rotation: Rotation,
+        levels: int,
+        bits: int,
+        rule: int,
+        lanes_are_tokens: bool,
+        page_size: int,
+        code: int,
+        code_batch: int,
+        code_head: int,
+        scale: int,
+        scale_batch: int,
+        scale_head: int,
+        /,
+    ) -> None: ...
+
+def fold_token(
+    isa: str,
+    sides: list[tuple[NumbersAt, TokenSide]],
+    dtype: int,
+    batch: int,
+    heads: int,
+    page: int,
+    slot: int,
+    /,
+) -> bool: ...
 
 class PagedLayer:
     def __init__(

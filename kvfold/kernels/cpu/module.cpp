@@ -2,16 +2,21 @@
 // the caller answers for.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attend.h"
@@ -274,6 +279,32 @@ void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_bat
 // Where numbers (batch, heads, tokens, dim) are, their dtype, and their strides in elements.
 using NumbersAt = std::tuple<std::uintptr_t, int, std::size_t, std::size_t, std::size_t>;
 
+// A tensor's attributes by name. Asked from here, they cost a decoding step less than from a function in Python, whose code has
+// to come from memory again once a layer's weights have passed through the caches.
+struct TensorAttributes {
+  nb::object dtype = nb::str("dtype"), is_cpu = nb::str("is_cpu"), is_neg = nb::str("is_neg"), shape = nb::str("shape");
+  nb::object stride = nb::str("stride"), data_ptr = nb::str("data_ptr");
+  nb::object dtypes[3];  // in kvfold::Dtype's order
+  TensorAttributes() {
+    const nb::module_ torch = nb::module_::import_("torch");
+    dtypes[0] = torch.attr("float32"), dtypes[1] = torch.attr("float16"), dtypes[2] = torch.attr("bfloat16");
+  }
+};
+
+// Tokens from `first` on of a torch tensor (batch, heads, tokens, dim); none if kernels do not take it as it lies.
+std::optional<NumbersAt> numbers_at(nb::handle tensor, std::size_t first) {
+  static const TensorAttributes& of = *new TensorAttributes;  // Python may be gone before statics are
+  const nb::object own = nb::getattr(tensor, of.dtype);
+  const auto dtype = std::find_if(std::begin(of.dtypes), std::end(of.dtypes), [&](const nb::object& d) { return d.is(own); });
+  if (dtype == std::end(of.dtypes) || !nb::cast<bool>(nb::getattr(tensor, of.is_cpu))) return {};
+  if (nb::cast<bool>(nb::getattr(tensor, of.is_neg)())) return {};
+  const auto [batch, head, token, channel] = nb::cast<std::array<std::size_t, 4>>(nb::getattr(tensor, of.stride)());
+  if (channel != 1 && nb::cast<std::array<std::size_t, 4>>(nb::getattr(tensor, of.shape))[3] > 1) return {};
+  const auto number = static_cast<int>(dtype - std::begin(of.dtypes));
+  const std::size_t offset = first * token * kvfold::bytes_of(static_cast<kvfold::Dtype>(number));
+  return NumbersAt{nb::cast<std::uintptr_t>(nb::getattr(tensor, of.data_ptr)()) + offset, number, batch, head, token};
+}
+
 kvfold::Numbers numbers(const NumbersAt& given) {
   const auto [at, dtype, batch, head, token] = given;
   return {pointer<void>(at), batch, head, token, static_cast<kvfold::Dtype>(dtype)};
@@ -346,6 +377,73 @@ bool copy(const std::string& isa, const NumbersAt& from, const NumbersAt& to, st
   return find(isa).copy({numbers(from), numbers(to), batch, heads, tokens, dim});
 }
 
+// Pages of one side of a stream whose tokens fold one by one: how a token is coded, and where pages are, with strides in bytes
+// of codes and in numbers of scales. Addresses and strides are those of torch tensors that the caller keeps alive.
+struct TokenSide {
+  kvfold::Fold fold;  // of 16 slots
+  std::uint8_t* code;
+  std::uint16_t* scale;
+  std::size_t page_size, code_batch, code_head, scale_batch, scale_head;
+  TokenSide(const kvfold::Rotation& rotation, std::uintptr_t levels, unsigned bits, int rule, bool lanes_are_tokens,
+            std::size_t slots, std::uintptr_t code_at, std::size_t code_batch_stride, std::size_t code_head_stride,
+            std::uintptr_t scale_at, std::size_t scale_batch_stride, std::size_t scale_head_stride)
+      : code(reinterpret_cast<std::uint8_t*>(code_at)), scale(reinterpret_cast<std::uint16_t*>(scale_at)), page_size(slots),
+        code_batch(code_batch_stride), code_head(code_head_stride), scale_batch(scale_batch_stride), scale_head(scale_head_stride) {
+    require(slots && slots % kvfold::kTile == 0, "page_size must be a multiple of 16");
+    require(bits >= 1 && bits <= 8, "bits must be 1 to 8");
+    fold.shape.page_size = kvfold::kTile, fold.shape.head_dim = rotation.code_dim;
+    fold.shape.lanes_are_tokens = lanes_are_tokens, fold.rotation = rotation, fold.levels = pointer<float>(levels);
+    fold.bits = bits, fold.rule = static_cast<kvfold::ScaleRule>(rule), fold.pages = fold.tokens = 1;
+  }
+};
+
+// Folds one token a head, rounded to `dtype` first, into a free slot of each side's page `page`. False, with nothing changed, if
+// a number or a scale is not finite then.
+bool fold_token(const std::string& isa, const std::vector<std::pair<NumbersAt, const TokenSide*>>& sides, int dtype,
+                std::size_t batch, std::size_t heads, std::size_t page, std::size_t slot) {
+  const Kernels& kernels = find(isa);
+  constexpr std::size_t kTile = kvfold::kTile;
+  struct Folded {
+    std::vector<std::uint8_t> dense, code;
+    std::vector<std::uint16_t> scale;
+  };
+  std::vector<Folded> all;
+  for (const auto& [at, side] : sides) {
+    const std::size_t dim = side->fold.rotation.dim, count = batch * heads;
+    const std::size_t tiles = (side->fold.rotation.code_dim + kTile - 1) / kTile;
+    require(slot < side->page_size, "slot must be one of the page's");
+    kvfold::Fold job = side->fold;
+    job.dtype = static_cast<kvfold::Dtype>(dtype);
+    Folded& folded = all.emplace_back();
+    folded.dense.resize(count * dim * kvfold::bytes_of(job.dtype));
+    folded.code.resize(count * kTile * 2 * job.bits * tiles), folded.scale.resize(count * kTile);
+    const kvfold::Numbers rounded{folded.dense.data(), heads * dim, dim, dim, job.dtype};
+    if (!kernels.copy({numbers(at), rounded, batch, heads, 1, dim})) return false;
+    job.x = rounded.at, job.x_batch = rounded.batch, job.x_head = job.x_token = dim, job.batch = batch, job.heads = heads;
+    job.first = slot % kTile, job.code = folded.code.data(), job.scale = folded.scale.data();
+    kernels.fold(job);
+    for (std::size_t i = 0; i < count; ++i)
+      if ((folded.scale[i * kTile + job.first] & 0x7c00) == 0x7c00) return false;
+  }
+  for (std::size_t s = 0; s < sides.size(); ++s) {
+    const TokenSide& side = *sides[s].second;
+    const std::size_t tiles = (side.fold.rotation.code_dim + kTile - 1) / kTile, rows = side.page_size / kTile;
+    const std::size_t tile = 2 * kTile * side.fold.bits, row = slot / kTile;
+    for (std::size_t b = 0; b < batch; ++b)
+      for (std::size_t h = 0; h < heads; ++h) {
+        const std::uint8_t* from = &all[s].code[(b * heads + h) * tiles * tile];
+        std::uint8_t* to = side.code + b * side.code_batch + h * side.code_head + page * rows * tiles * tile;
+        for (std::size_t g = 0; g < tiles; ++g) {
+          std::uint8_t* own = to + tile * (side.fold.shape.lanes_are_tokens ? row * tiles + g : g * rows + row);
+          for (std::size_t i = 0; i < tile; ++i) own[i] |= from[g * tile + i];
+        }
+        side.scale[b * side.scale_batch + h * side.scale_head + page * side.page_size + slot] =
+            all[s].scale[(b * heads + h) * kTile + slot % kTile];
+      }
+  }
+  return true;
+}
+
 using ConstInts = nb::ndarray<const std::int64_t, nb::c_contig, nb::device::cpu>;
 
 // A layer's pool as a step reads it.
@@ -412,6 +510,7 @@ NB_MODULE(_cpu, m) {
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
                     std::size_t, std::size_t, std::size_t, std::int64_t>())
       .def("attend", &Rows::attend);
+  m.def("numbers_at", &numbers_at, nb::arg(), nb::arg() = 0);
   m.def("copy", &copy);
   nb::class_<PagedLayer>(m, "PagedLayer")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
@@ -419,6 +518,10 @@ NB_MODULE(_cpu, m) {
                     std::uintptr_t>());
   nb::class_<kvfold::PagedStep>(m, "PagedStep").def("attend", &paged_attend);
   m.def("paged_step", &paged_step);
+  nb::class_<TokenSide>(m, "TokenSide")
+      .def(nb::init<const kvfold::Rotation&, std::uintptr_t, unsigned, int, bool, std::size_t, std::uintptr_t, std::size_t,
+                    std::size_t, std::uintptr_t, std::size_t, std::size_t>());
+  m.def("fold_token", &fold_token);
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);

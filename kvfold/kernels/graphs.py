@@ -1,0 +1,24 @@
+"""What compiled models leave their graphs for."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which compiled code calls outside its graph: a graph cannot hold a cache that grows.
+
+    `torch.compiler.disable` takes its toll of every call, compiled or not; here only compiled code pays it.
+    """
+    outside = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (outside if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,104 @@
+"""One token into pages that have room for it, for formats that fold token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.cpu import module as cpu
+from kvfold.kernels.ops import DTYPES, INSTRUCTION_SET, rotation
+from kvfold.quant.packing import Lanes
+from kvfold.quant.rotated import RotatedCode
+from kvfold.quant.scales import SCALE_RULES
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPages:
+    """Pages of one stream, and how its tokens become codes.
+
+    Attributes
+    ----------
+    how
+        Without a centre.
+    lanes
+        As `kvfold.quant.packing` has them.
+    code, scale
+        Pages in a CPU's memory: uint8, (batch, heads, pages, bytes), and float16, (batch, heads, pages, P, 1).
+    """
+
+    how: RotatedCode
+    lanes: Lanes
+    code: Tensor
+    scale: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the kernel reads or writes."""
+        return (self.code, self.scale, self.how.levels, *self.how.transform.tensors())
+
+
+class TokenFolder:
+    """Folds single tokens of every head, as `kvfold.kernels.ops.fold_rotated` would, into free slots of pages.
+
+    Parameters
+    ----------
+    streams
+        Where tokens go: keys and values, or one stream for both.
+    instruction_set
+        One of `kvfold.attention.cpu.INSTRUCTION_SETS`.
+    """
+
+    def __init__(self, streams: Sequence[TokenPages], instruction_set: str = INSTRUCTION_SET) -> None:
+        self._instruction_set = instruction_set
+        self._tensors = [tensor for stream in streams for tensor in stream.tensors()]
+        self._at = [tensor.data_ptr() for tensor in self._tensors]
+        self._shapes = [(*s.code.shape[:2], 1, s.how.transform.matrix.shape[1]) for s in streams]
+        self._sides = [_side(stream) for stream in streams]
+
+    def has_moved(self) -> bool:
+        """Whether a tensor has other memory by now, as `share_memory_` gives it: then this folder is of no more use."""
+        return list(map(Tensor.data_ptr, self._tensors)) != self._at
+
+    def fold(self, x: Sequence[Tensor], dtype: torch.dtype, page: int, slot: int) -> bool:
+        """Fold a token.
+
+        Parameters
+        ----------
+        x
+            For each stream, floating point, (batch, heads, 1, dim).
+        dtype
+            What numbers are rounded to before they are folded.
+        page, slot
+            Where; its codes and scales are 0.
+
+        Returns
+        -------
+        bool
+            Whether that was done. If not, nothing has changed: a number or a scale is not finite, or the kernel does
+            not read a dtype.
+
+        Raises
+        ------
+        ValueError
+            On tokens of another shape.
+        """
+        given = []
+        for own, shape, side in zip(x, self._shapes, self._sides, strict=True):
+            if own.shape != shape:
+                raise ValueError(f"a token of {tuple(own.shape)} does not fit into pages for {shape}")
+            at = cpu.numbers_at(own)
+            if at is None:
+                return False
+            given.append((at, side))
+        number = DTYPES.get(dtype)
+        batch, heads, _, _ = self._shapes[0]
+        return number is not None and cpu.fold_token(self._instruction_set, given, number, batch, heads, page, slot)
+
+
+def _side(pages: TokenPages) -> cpu.TokenSide:
+    code, scale, how = pages.code, pages.scale, pages.how
+    return cpu.TokenSide(
+        rotation(how.transform), how.levels.data_ptr(), how.bits, list(SCALE_RULES).index(how.rule),
+        pages.lanes == "tokens", scale.shape[3], code.data_ptr(), code.stride(0), code.stride(1), scale.data_ptr(),
+        scale.stride(0), scale.stride(1),
+    )  # fmt: skip
