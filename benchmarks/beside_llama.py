@@ -2,8 +2,8 @@
 
 Both decode the packaged SmolLM2 after 64 tokens and after `--context` tokens of the same text; the difference of the
 two is what the context costs, whatever the rest of the engine takes. llama.cpp holds its cache in float16 and in q4_0
-(with flash attention, which q4_0 needs), and alternates with kvfold, round by round. It runs in an environment of its
-own:
+(with flash attention, which q4_0 needs), and alternates with kvfold, round by round; kvfold's two contexts take turns,
+a token each. Differences are medians of those of single tokens, with quartiles. It runs in an environment of its own:
 
     python -m venv llama && llama/bin/pip install llama-cpp-python
     python benchmarks/beside_llama.py --python llama/bin/python [--formats kvfold-4] [--json FILE]
@@ -110,8 +110,8 @@ def main() -> None:
         for name in rivals:
             ask({"name": name, "context": context, "read": True, "steps": 2})
         for _ in range(args.rounds):
-            for at in caches:  # both contexts, so that no drift of the machine counts as the cost of one
-                for _ in range(args.steps):
+            for _ in range(args.steps):
+                for at in caches:  # both contexts, so that no drift of the machine counts as the cost of one
                     start = time.perf_counter()
                     model(ids[:, -1:], past_key_values=caches[at])
                     times[at].append(1e3 * (time.perf_counter() - start))
@@ -123,7 +123,11 @@ def main() -> None:
     rows = []
     for name in (*names, *rivals):
         short, long = (statistics.median(times[name, context]) for context in contexts)
-        rows.append({"cache": name, "short_ms": short, "long_ms": long, "attention_ms": long - short})
+        steps = zip(*(times[name, context] for context in contexts), strict=True)
+        low, middle, high = statistics.quantiles((long - short for short, long in steps), n=4)
+        rows.append({
+            "cache": name, "short_ms": short, "long_ms": long, "attention_ms": middle, "quartiles_ms": [low, high],
+        })  # fmt: skip
     least = min(row["attention_ms"] for row in rows if row["cache"] in rivals)
     table = Table(title=f"ms a token after {SHORT} and {args.context:,} tokens, {args.threads} threads, {args.dtype}")
     for column in ("cache", f"{SHORT}", f"{args.context:,}", "difference", "llama.cpp's least over it"):
@@ -131,8 +135,8 @@ def main() -> None:
     for row in rows:
         row["ratio"] = least / row["attention_ms"]
         table.add_row(
-            row["cache"], f"{row['short_ms']:.1f}", f"{row['long_ms']:.1f}", f"{row['attention_ms']:.1f}",
-            f"{row['ratio']:.1f}×",
+            row["cache"], f"{row['short_ms']:.1f}", f"{row['long_ms']:.1f}",
+            "{:.1f} ({:.1f}–{:.1f})".format(row["attention_ms"], *row["quartiles_ms"]), f"{row['ratio']:.1f}×",
         )  # fmt: skip
     Console().print(table)
     if args.json:

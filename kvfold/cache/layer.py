@@ -191,23 +191,22 @@ class LayerCache:
             if not group.rows.only_joins(n):
                 return None
             rows += group.count
-        if rows < key.shape[0]:  # some have not had their first token yet
+        if self._like is None or rows < key.shape[0]:  # some have not had their first token yet
             return None
-        assert self._like is not None
         key, value, dtype = key.detach(), value.detach(), self._like[0].dtype
-        whole = False
+        written = 0
         try:
             for group in self.groups:
                 own = key, value
                 if group.count < rows or group.padding > self.columns:
                     own = group.own(key, self.columns), group.own(value, self.columns)
-                whole = group.rows.write(*own, dtype)
-                if not whole:
+                if not group.rows.write(*own, dtype):
                     return None  # `_grow` says which number is not finite
+                written += 1
         except ValueError as error:
             raise ValueError(f"layer {self.index}: {error}") from None
         finally:
-            if not whole:
+            if written < len(self.groups):
                 for group in self.groups:
                     group.rows.unwrite()
         dense = []
