@@ -193,22 +193,22 @@ class LayerCache:
             rows += group.count
         if self._like is None or rows < key.shape[0]:  # some have not had their first token yet
             return None
-        key, value, dtype = key.detach(), value.detach(), self._like[0].dtype
-        written = 0
+        key, value, dtypes = key.detach(), value.detach(), (self._like[0].dtype, self._like[1].dtype)
+        undone = self.groups  # after an interrupt nobody knows which were written
         try:
-            for group in self.groups:
+            for number, group in enumerate(self.groups):
                 own = key, value
                 if group.count < rows or group.padding > self.columns:
                     own = group.own(key, self.columns), group.own(value, self.columns)
-                if not group.rows.write(*own, dtype):
+                if not group.rows.write(*own, dtypes):
+                    undone = self.groups[:number]
                     return None  # `_grow` says which number is not finite
-                written += 1
+            undone = []
         except ValueError as error:
             raise ValueError(f"layer {self.index}: {error}") from None
         finally:
-            if written < len(self.groups):
-                for group in self.groups:
-                    group.rows.unwrite()
+            for group in undone:
+                group.rows.unwrite()
         dense = []
         for group in self.groups:
             dense.append(group.rows.join(n))  # does not fail

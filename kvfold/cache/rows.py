@@ -273,15 +273,15 @@ class FoldedRows:
         dropped = min(self._full_pages(stop, window.recent + window.undo), held)
         return window.sinks + dropped * self.page_size <= self.tail_start
 
-    def write(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+    def write(self, key: Tensor, value: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
         """Write tokens behind the newest, which `only_joins`; `join` is what makes them held.
 
         Parameters
         ----------
         key, value
             As for `prepare`, in any floating dtype, and not known to be finite.
-        dtype
-            What tokens are rounded to, whether they stay dense or fold.
+        dtypes
+            What keys and values are rounded to before they fold; those that stay dense have their tail's.
 
         Returns
         -------
@@ -296,7 +296,7 @@ class FoldedRows:
         if self.tail is None:
             folder = self._token_folder()
             page, slot = divmod(self.length - self.window.sinks, self.page_size)
-            return folder is not None and folder.fold((key, value)[: self.sides], dtype, page, slot)
+            return folder is not None and folder.fold((key, value)[: self.sides], dtypes[: self.sides], page, slot)
         at, n = self.length - self.tail_start, key.shape[2]
         if at + n > self.tail[0].shape[2]:
             self._widen_tail(at, at + n)
@@ -331,8 +331,10 @@ class FoldedRows:
             return None
         others = None if values is keys else values
         known = _TOKEN_FOLDERS.get(keys)
-        if known is not None and known[:2] == (self.formats, others) and (known[2] is None or not known[2].has_moved()):
-            return known[2]
+        if known is not None and known[0] is self.formats and known[1] is others:
+            folder = known[2]
+            if folder is None or not folder.has_moved():
+                return folder
         streams = []
         for fmt, pages in ((self.formats.keys, keys), (self.formats.values, values))[: self.sides]:
             how = fmt.token_code()
@@ -532,7 +534,8 @@ class FoldedRows:
     def restore(self, state: "RowsState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
         if self.formats.folds_by_token:
-            self.crop(state.length)
+            self._forget_looks(state.length)
+            self._crop_tokens(max(state.length - self.window.sinks, 0))  # what was written and never held, too
         else:
             self._forget_looks(state.length)
             for store in self.stores:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
@@ -21,4 +22,6 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (outside if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
 
+    own = cast(FunctionType, call)
+    own.__code__ = own.__code__.replace(co_name=function.__name__)  # own code: recompilations are counted by it
     return call

@@ -52,6 +52,7 @@ class TokenFolder:
         self._instruction_set = instruction_set
         self._tensors = [tensor for stream in streams for tensor in stream.tensors()]
         self._at = [tensor.data_ptr() for tensor in self._tensors]
+        self._room = min(s.code.shape[2] for s in streams), min(s.scale.shape[3] for s in streams)
         self._shapes = [(*s.code.shape[:2], 1, s.how.transform.matrix.shape[1]) for s in streams]
         self._sides = [_side(stream) for stream in streams]
 
@@ -59,15 +60,15 @@ class TokenFolder:
         """Whether a tensor has other memory by now, as `share_memory_` gives it: then this folder is of no more use."""
         return list(map(Tensor.data_ptr, self._tensors)) != self._at
 
-    def fold(self, x: Sequence[Tensor], dtype: torch.dtype, page: int, slot: int) -> bool:
+    def fold(self, x: Sequence[Tensor], dtypes: Sequence[torch.dtype], page: int, slot: int) -> bool:
         """Fold a token.
 
         Parameters
         ----------
         x
             For each stream, floating point, (batch, heads, 1, dim).
-        dtype
-            What numbers are rounded to before they are folded.
+        dtypes
+            For each stream, what numbers are rounded to before they are folded.
         page, slot
             Where; its codes and scales are 0.
 
@@ -80,19 +81,21 @@ class TokenFolder:
         Raises
         ------
         ValueError
-            On tokens of another shape.
+            On tokens of another shape, or a place that there is not.
         """
+        pages, slots = self._room
+        if not (0 <= page < pages and 0 <= slot < slots):
+            raise ValueError(f"page = {page}, slot = {slot}: there are {pages} pages of {slots} tokens")
         given = []
-        for own, shape, side in zip(x, self._shapes, self._sides, strict=True):
+        for own, dtype, shape, side in zip(x, dtypes, self._shapes, self._sides, strict=True):
             if own.shape != shape:
                 raise ValueError(f"a token of {tuple(own.shape)} does not fit into pages for {shape}")
-            at = cpu.numbers_at(own)
-            if at is None:
+            at, number = cpu.numbers_at(own), DTYPES.get(dtype)
+            if at is None or number is None:
                 return False
-            given.append((at, side))
-        number = DTYPES.get(dtype)
+            given.append((at, number, side))
         batch, heads, _, _ = self._shapes[0]
-        return number is not None and cpu.fold_token(self._instruction_set, given, number, batch, heads, page, slot)
+        return cpu.fold_token(self._instruction_set, given, batch, heads, page, slot)
 
 
 def _side(pages: TokenPages) -> cpu.TokenSide:

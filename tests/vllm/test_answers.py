@@ -153,12 +153,13 @@ def test_answers_are_those_of_the_cache_in_transformers(
     """
     partings, unsure = [], 0
     for number, (ids, answer) in enumerate(zip(prompts, folded.first, strict=True)):
-        best = reading.folded[number][len(ids) - 1 : -1].topk(2).values
+        own = reading.folded[number][len(ids) - 1 : -1]
         taken = reading.taken[number][:, len(ids) - 1 : -1]
         unsure += int((taken != taken[0]).any(0).sum())
         for at in (taken[0] != torch.tensor(answer.tokens)).nonzero().flatten().tolist():
-            gap = max((best[at, 0] - best[at, 1]).item(), answer.gaps[at])
-            partings.append((number, at, round(gap, 4), answer.tokens[at] in taken[1:, at]))
+            token = answer.tokens[at]
+            gap = max((own[at].max() - own[at, token]).item(), answer.gaps[at])
+            partings.append((number, at, round(gap, 4), token in taken[1:, at]))
     to_stock = differences(folded.first, stock)
     print(f"\nengine beside FoldedCache: {partings} (answer, token, gap, whether that takes it too when disturbed)")
     print(f"FoldedCache is unsure of {unsure} of {sum(len(answer.tokens) for answer in folded.first)} tokens")

@@ -143,8 +143,7 @@ class TokenSide:
 
 def fold_token(
     isa: str,
-    sides: list[tuple[NumbersAt, TokenSide]],
-    dtype: int,
+    sides: list[tuple[NumbersAt, int, TokenSide]],
     batch: int,
     heads: int,
     page: int,

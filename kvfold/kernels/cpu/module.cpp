@@ -4,7 +4,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -282,13 +281,14 @@ using NumbersAt = std::tuple<std::uintptr_t, int, std::size_t, std::size_t, std:
 // A tensor's attributes by name. Asked from here, they cost a decoding step less than from a function in Python, whose code has
 // to come from memory again once a layer's weights have passed through the caches.
 struct TensorAttributes {
-  nb::object dtype = nb::str("dtype"), is_cpu = nb::str("is_cpu"), is_neg = nb::str("is_neg"), shape = nb::str("shape");
-  nb::object stride = nb::str("stride"), data_ptr = nb::str("data_ptr");
+  nb::object dtype = name("dtype"), is_cpu = name("is_cpu"), is_neg = name("is_neg"), shape = name("shape");
+  nb::object stride = name("stride"), data_ptr = name("data_ptr");
   nb::object dtypes[3];  // in kvfold::Dtype's order
   TensorAttributes() {
     const nb::module_ torch = nb::module_::import_("torch");
     dtypes[0] = torch.attr("float32"), dtypes[1] = torch.attr("float16"), dtypes[2] = torch.attr("bfloat16");
   }
+  static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }  // Python finds these faster
 };
 
 // Tokens from `first` on of a torch tensor (batch, heads, tokens, dim); none if kernels do not take it as it lies.
@@ -397,10 +397,10 @@ struct TokenSide {
   }
 };
 
-// Folds one token a head, rounded to `dtype` first, into a free slot of each side's page `page`. False, with nothing changed, if
+// Folds one token a head, rounded to a side's dtype first, into a free slot of each side's page `page`. False, with nothing changed, if
 // a number or a scale is not finite then.
-bool fold_token(const std::string& isa, const std::vector<std::pair<NumbersAt, const TokenSide*>>& sides, int dtype,
-                std::size_t batch, std::size_t heads, std::size_t page, std::size_t slot) {
+bool fold_token(const std::string& isa, const std::vector<std::tuple<NumbersAt, int, const TokenSide*>>& sides, std::size_t batch,
+                std::size_t heads, std::size_t page, std::size_t slot) {
   const Kernels& kernels = find(isa);
   constexpr std::size_t kTile = kvfold::kTile;
   struct Folded {
@@ -408,7 +408,7 @@ bool fold_token(const std::string& isa, const std::vector<std::pair<NumbersAt, c
     std::vector<std::uint16_t> scale;
   };
   std::vector<Folded> all;
-  for (const auto& [at, side] : sides) {
+  for (const auto& [at, dtype, side] : sides) {
     const std::size_t dim = side->fold.rotation.dim, count = batch * heads;
     const std::size_t tiles = (side->fold.rotation.code_dim + kTile - 1) / kTile;
     require(slot < side->page_size, "slot must be one of the page's");
@@ -426,7 +426,7 @@ bool fold_token(const std::string& isa, const std::vector<std::pair<NumbersAt, c
       if ((folded.scale[i * kTile + job.first] & 0x7c00) == 0x7c00) return false;
   }
   for (std::size_t s = 0; s < sides.size(); ++s) {
-    const TokenSide& side = *sides[s].second;
+    const TokenSide& side = *std::get<2>(sides[s]);
     const std::size_t tiles = (side.fold.rotation.code_dim + kTile - 1) / kTile, rows = side.page_size / kTile;
     const std::size_t tile = 2 * kTile * side.fold.bits, row = slot / kTile;
     for (std::size_t b = 0; b < batch; ++b)
