@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
-from kvfold.cache.rows import TAIL_STEP
+from kvfold.cache.rows import tail_capacity
 from kvfold.formats import FormatPair, get_formats
 
 DENSE_DTYPES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
@@ -248,7 +248,7 @@ def _folded_bytes(pair: FormatPair, tokens: int, dense_bytes: float) -> float:
         fitted, for_good = tokens >= pair.fit_tokens, tokens - window.undo >= pair.fit_tokens
         pages = max(after_sinks - window.recent, 0) // size if fitted else 0
         left = max(after_sinks - window.recent - window.undo, 0) // size if for_good else 0
-        dense = window.sinks + ceil((after_sinks - left * size) / TAIL_STEP) * TAIL_STEP
+        dense = window.sinks + tail_capacity(after_sinks - left * size)
     page = size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
     return pages * page + dense * pair.dense_channels * dense_bytes
 

@@ -8,14 +8,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.rows import FoldedRows
+from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import Format
 from kvfold.formats.page import FirstChannels, PageForm, Pages
 from kvfold.kernels.cpu import module
 from kvfold.kernels.ops import DTYPES
+from kvfold.kernels.rotations import rotation
 from kvfold.quant.packing import TILE
-from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, OrderedMatrix
 
 if TYPE_CHECKING:
     from kvfold.kernels.cpu._cpu import SpanAt
@@ -206,21 +207,3 @@ def bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
     if whole is not form:
         side.set_first_channels(form.code_dim)
     return side
-
-
-def rotation(transform: AnyTransform) -> module.Rotation:
-    """A transform as the kernel knows it."""
-    if isinstance(transform, ChannelOrder):
-        return module.Rotation.order(*_order(transform))
-    if isinstance(transform, OrderedMatrix):
-        return module.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
-    if isinstance(transform, Hadamard):
-        return module.Rotation.hadamard(transform.signs.shape[0], transform.signs.data_ptr(), _address(transform.mix))
-    code_dim, dim = transform.matrix.shape
-    return module.Rotation.matrix(dim, code_dim, transform.matrix.data_ptr(), _address(transform.general_inverse))
-
-
-def _order(order: ChannelOrder) -> tuple[int, int, int, int]:
-    """Length, address and strides from row to row and head to head."""
-    by_row, by_head = (0, 0, *order.order.stride()[:-1])[-2:]
-    return order.order.shape[-1], order.order.data_ptr(), by_row, by_head

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvfold.cache.layer import Appended
 from kvfold.cache.mlx import ArrayLayer, ArrayRows
-from kvfold.cache.rows import DenseSpan
+from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore
 from kvfold.formats.page import PageForm, Pages
 from kvfold.kernels.mlx import mx

@@ -15,6 +15,7 @@ from kvfold.cache.paged import PagedLayer, Part, Step
 from kvfold.formats import Format
 from kvfold.kernels.cpu import module
 from kvfold.kernels.ops import DTYPES
+from kvfold.kernels.rotations import rotation
 from kvfold.quant.packing import TILE
 
 
@@ -57,7 +58,7 @@ class PagedAttention:
             return
         self._kernel = module.PagedLayer(
             instruction_set, _side(keys, layer, layer.pool.layout.keys), _side(values, layer, layer.pool.layout.values),
-            cpu.rotation(keys.form.transform), cpu.rotation(values.form.transform), kv_heads, heads // kv_heads,
+            rotation(keys.form.transform), rotation(values.form.transform), kv_heads, heads // kv_heads,
             keys.head_dim, values.head_dim, scaling, softcap or 0.0,
             0 if self.sink_logits is None else self.sink_logits.data_ptr(), DTYPES[layer.tail_keys.dtype],
             layer.tail_keys.data_ptr(), layer.tail_values.data_ptr(),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.paged import PagedLayer, Step
-from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.rows import FoldedRows
+from kvfold.cache.spans import DenseSpan
 from kvfold.formats.page import PageForm, Pages, add_first
 
 PAGE_BLOCK = 16

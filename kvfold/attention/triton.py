@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.cache.paged import PagedLayer, Part, Step
-from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.rows import FoldedRows
+from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats.page import PageForm
 from kvfold.kernels.triton import on_its_device

@@ -8,8 +8,10 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from kvfold.cache.rows import LOOKED_AT_ONCE, DenseSpan, FoldedRows, RowsState
+from kvfold.cache.rows import LOOKED_AT_ONCE, FoldedRows, RowsState
 from kvfold.cache.saved import FLOATS, Contents
+from kvfold.cache.saved_rows import rows_from_saved, rows_to_saved
+from kvfold.cache.spans import DenseSpan
 from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
 from kvfold.quant.finite import finite
 
@@ -475,7 +477,7 @@ class LayerCache:
         if statistics is not None:
             saved.tensors = {"query_energy": statistics.query_energy, "key_variance": statistics.key_variance}
         for number, group in enumerate(self.groups):
-            part = group.rows.to_saved()
+            part = rows_to_saved(group.rows)
             part.data |= {"batch_rows": group.batch_rows.tolist(), "padding": group.padding}
             saved.put(f"group{number}", part)
         return saved
@@ -540,7 +542,7 @@ class LayerCache:
                 raise ValueError(f"{part.where}batch_rows name no row, or one twice")
             taken.update(own)
             like = (key[: len(own)], value[: len(own)])
-            rows = FoldedRows.from_saved(part, self._formats, like, self.columns - padding, page)
+            rows = rows_from_saved(part, self._formats, like, self.columns - padding, page)
             self.groups.append(RowGroup(torch.tensor(own), padding, rows))
 
     # Reading

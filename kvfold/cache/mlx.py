@@ -13,8 +13,9 @@ import torch
 
 from kvfold.cache.layer import Appended, LayerCache, RowGroup
 from kvfold.cache.report import held_bytes, walk_tensors
-from kvfold.cache.rows import DenseSpan, FoldedRows
+from kvfold.cache.rows import FoldedRows
 from kvfold.cache.saved import Contents
+from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.page import Pages
@@ -101,7 +102,7 @@ class ArrayRows(FoldedRows):
     def of(cls, rows: FoldedRows, dtype: Any) -> "ArrayRows":
         """A copy of rows of tensors."""
         own = cls(rows.unfitted, rows.kv_heads, dtype)
-        own._set_formats(rows.formats)
+        own.set_formats(rows.formats)
         own.length, own.tail_start = rows.length, rows.tail_start
         sinks, tail = rows.sink_span(), rows.tail_span()
         own.sinks = None if sinks is None else (to_mlx(sinks.key), to_mlx(sinks.value))
@@ -153,7 +154,7 @@ class ArrayRows(FoldedRows):
     def _fold_into_stores(self, tail: DenseSpan, formats: FormatPair) -> None:
         """Fold what is ripe of the tail."""
         pages = self._fold_ripe(tail, formats)
-        self._set_formats(formats)
+        self.set_formats(formats)
         for store, folded in zip(self.stores, pages or (), strict=pages is not None):
             store.append(folded)
 

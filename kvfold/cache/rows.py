@@ -13,15 +13,15 @@ before; the query that completes them is the first that reads folded pages.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.compaction import fill_holes, fold_again, in_order, move_pages, move_tokens
-from kvfold.cache.saved import Contents
+from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.base import require_finite
@@ -40,51 +40,6 @@ device, so what comes token by token is looked at a page at a time; until then a
 
 # By folded keys: so no memory outlives the pages that it belongs to.
 _TOKEN_FOLDERS: WeakKeyDictionary[Pages, tuple[FormatPair, Pages | None, TokenFolder | None]] = WeakKeyDictionary()
-
-
-@dataclass(eq=False)
-class DenseSpan:
-    """Keys and values of consecutive tokens, dense.
-
-    Attributes
-    ----------
-    storage
-        Keys and values, (batch, kv_heads, any, dim), these among them.
-    start
-        Position of the first.
-    first, tokens
-        Its place in `storage`, and how many there are.
-    """
-
-    storage: tuple[Tensor, Tensor]
-    start: int
-    first: int
-    tokens: int
-
-    @classmethod
-    def of(cls, key: Tensor, value: Tensor, start: int) -> "DenseSpan":
-        """All of `key` and `value`."""
-        return cls((key, value), start, 0, key.shape[2])
-
-    def after(self, tokens: int) -> "DenseSpan":
-        """Without the first `tokens`, which may be more than there are."""
-        left = max(self.tokens - tokens, 0)
-        return DenseSpan(self.storage, self.start + tokens, self.first + self.tokens - left, left)
-
-    @cached_property
-    def key(self) -> Tensor:
-        """Keys of these tokens alone, (batch, kv_heads, tokens, key_dim)."""
-        return self.storage[0][:, :, self.first : self.first + self.tokens]
-
-    @cached_property
-    def value(self) -> Tensor:
-        """Values of these tokens alone, (batch, kv_heads, tokens, value_dim)."""
-        return self.storage[1][:, :, self.first : self.first + self.tokens]
-
-    @property
-    def stop(self) -> int:
-        """Position after the last."""
-        return self.start + self.tokens
 
 
 @dataclass(eq=False)
@@ -236,7 +191,7 @@ class FoldedRows:
             folded.append(max(first + pages * size, at_least))
         return folded, stop
 
-    def _full_pages(self, length: int, followed_by: int) -> int:
+    def full_pages(self, length: int, followed_by: int) -> int:
         """Pages of a row of `length` tokens that at least `followed_by` ≥ `recent` tokens follow."""
         if length + self.evicted - (followed_by - self.window.recent) < self.fit_tokens:
             return 0
@@ -268,9 +223,9 @@ class FoldedRows:
         if self.tail is None or self.length < self.window.sinks:
             return False
         stop, held, window = self.length + n, self.keys.count, self.window
-        if not self.formats.awaits_fit and self._full_pages(stop, window.recent) > held:
+        if not self.formats.awaits_fit and self.full_pages(stop, window.recent) > held:
             return False
-        dropped = min(self._full_pages(stop, window.recent + window.undo), held)
+        dropped = min(self.full_pages(stop, window.recent + window.undo), held)
         return window.sinks + dropped * self.page_size <= self.tail_start
 
     def write(self, key: Tensor, value: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
@@ -378,7 +333,7 @@ class FoldedRows:
 
     def _fold_ripe(self, dense: DenseSpan, formats: FormatPair) -> list[Pages] | None:
         """The pages of `dense` that are ripe and not folded yet, folded."""
-        ripe = self._full_pages(dense.stop, self.window.recent) - self.keys.count
+        ripe = self.full_pages(dense.stop, self.window.recent) - self.keys.count
         if ripe <= 0:
             return None
         own = slice(self.folded_stop - dense.start, self.folded_stop - dense.start + ripe * self.page_size)
@@ -448,7 +403,7 @@ class FoldedRows:
             formats = self.formats.with_formats(*fitted)
             pages = self._fold_ripe(tail, formats)
             # Nothing below fails.
-            self._set_formats(formats)
+            self.set_formats(formats)
             if pages is not None:
                 for store, folded in zip(self.stores, pages, strict=True):
                     store.append(folded)
@@ -456,7 +411,8 @@ class FoldedRows:
         # A crop that leaves no trace may go back behind the fit.
         self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
 
-    def _set_formats(self, formats: FormatPair) -> None:
+    def set_formats(self, formats: FormatPair) -> None:
+        """Fold and read by these from now on; they must read what is held as it was folded."""
         self.formats = formats
         self.keys.form, self.values.form = formats.keys.form, formats.values.form
 
@@ -491,7 +447,7 @@ class FoldedRows:
         if not n:
             return
         if self.sinks is None:
-            self.sinks = self._room(key, value, self.window.sinks)
+            self.sinks = self.room(key, value, self.window.sinks)
         for kept, new in zip(self.sinks, (key, value), strict=True):
             kept[:, :, self.length : self.length + n] = new[:, :, :n]
 
@@ -503,7 +459,7 @@ class FoldedRows:
             return
         stays = self.tail is not None and start == self.tail_start and held <= self.tail[0].shape[2]
         if not stays:  # new storage, so that a `RowsState` still finds the old tail as it was
-            self.tail = self._room(dense.key, dense.value, _steps(held))
+            self.tail = self.room(dense.key, dense.value, tail_capacity(held))
         assert self.tail is not None
         first = held - new if stays else 0
         for kept, source in zip(self.tail, (dense.key, dense.value), strict=True):
@@ -513,14 +469,14 @@ class FoldedRows:
     def _widen_tail(self, held: int, tokens: int) -> None:
         """Make room for `tokens` tokens in the tail, of which `held` are held: in new storage, as `_keep_tail` does."""
         assert self.tail is not None
-        wider = self._room(*self.tail, _steps(tokens))
+        wider = self.room(*self.tail, tail_capacity(tokens))
         for new, old in zip(wider[: self.sides], self.tail, strict=False):
             new[:, :, :held] = old[:, :, :held]
         self.tail = wider
 
     def _start_of_tail(self, length: int) -> int:
         """Where the tail starts once `length` tokens are held: what folded too long ago to be undone leaves it."""
-        dropped = min(self._full_pages(length, self.window.recent + self.window.undo), self.keys.count)
+        dropped = min(self.full_pages(length, self.window.recent + self.window.undo), self.keys.count)
         return max(self.window.sinks + dropped * self.page_size, self.tail_start)
 
     # Going back
@@ -541,159 +497,8 @@ class FoldedRows:
             for store in self.stores:
                 store.truncate(state.pages)
         self.length, self.sinks, self.tail, self.tail_start = state.length, state.sinks, state.tail, state.tail_start
-        self._set_formats(state.formats)
+        self.set_formats(state.formats)
         self.query_energy = state.query_energy
-
-    # Into a file and back
-
-    def to_saved(self) -> Contents:
-        """What is held, without unused capacity."""
-        fitted = self.unfitted.awaits_fit and not self.formats.awaits_fit
-        queries = None if self.query_energy is None else self.query_energy.shape[2]
-        saved = Contents(
-            {
-                "pages": self.keys.count,
-                "tail_start": self.tail_start,
-                "fitted": fitted,
-                "queries": queries,
-                "evicted": self.evicted,
-                "positions": None if self.positions is None else self.positions.shape[-1],
-            }
-        )
-        if self.positions is not None:
-            saved.tensors["positions"] = self.positions
-        sides = ("keys", "values")[: self.sides]
-        for span_name, span in (("sinks", self.sink_span()), ("tail", self.tail_span())):
-            if span is not None:
-                for name, tensor in zip(sides, (span.key, span.value), strict=False):
-                    saved.tensors[f"{span_name}.{name}"] = tensor
-        if self.keys.count:
-            for name, store in zip(sides, self.stores, strict=True):
-                saved.tensors |= {f"{name}.{part}": tensor for part, tensor in store.pages().tensors()}
-        if self.query_energy is not None:
-            saved.tensors["query_energy"] = self.query_energy
-        if fitted:
-            for name in ("keys", "values"):
-                fmt, before = getattr(self.formats, name), getattr(self.unfitted, name)
-                saved.put(f"{name}_fit", Contents({}, fmt.fit_tables() if before.awaits_fit else {}))
-        return saved
-
-    @classmethod
-    def from_saved(
-        cls, saved: Contents, formats: FormatPair, like: tuple[Tensor, Tensor], length: int, page: list[Pages]
-    ) -> "FoldedRows":
-        """The rows that `to_saved` told of.
-
-        Parameters
-        ----------
-        saved
-            What it gave; all of it is taken out.
-        formats
-            The formats that the rows started with.
-        like
-            Empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays dense.
-        length
-            Tokens that came to each row.
-        page
-            One page of one head for each of `stores`, for the shapes and dtypes of its tensors.
-
-        Raises
-        ------
-        ValueError
-            If the parts do not fit together.
-        """
-        batch, kv_heads = like[0].shape[:2]
-        rows = cls(formats, kv_heads)
-        rows.evicted = saved.number("evicted", most=max(length - rows.window.sinks, 0))
-        rows.length = length = length - rows.evicted
-        after = max(length - rows.window.sinks, 0)
-        if not saved.lacks("positions"):
-            slots = saved.number("positions", most=after if rows.evicted else 0)
-            rows.positions = saved.tensor("positions", [torch.int32], (batch, kv_heads, slots))
-            rows._check_positions(saved.where)
-        elif rows.evicted:
-            raise ValueError(f"{saved.where}evicted is {rows.evicted}, but there are no positions")
-        if saved.take("fitted", bool):
-            fitted = []
-            for name, fmt in (("keys_fit", formats.keys), ("values_fit", formats.values)):
-                part, tables = saved.part(name), {}
-                if fmt.awaits_fit:
-                    x = torch.zeros(1, kv_heads, 1, fmt.head_dim)
-                    example = fmt.fitted(KeyStatistics.of(x, x[:, :, :0], rows.page_size)).fit_tables()
-                    tables = {key: part.tensor(key, [t.dtype], (batch, *t.shape[1:])) for key, t in example.items()}
-                part.done()
-                fitted.append(fmt.with_fit_tables(tables) if tables else fmt)
-            if not formats.awaits_fit:
-                raise ValueError(f"{saved.where}fitted is True, which this format never is")
-            rows._set_formats(formats.with_formats(*fitted))
-        if not saved.lacks("queries"):
-            most = max(min(length, rows.fit_tokens) - rows.window.sinks, 0) if formats.awaits_fit else -1
-            shape = (batch, kv_heads, saved.number("queries", 0, most), rows.key_dim)
-            rows.query_energy = saved.tensor("query_energy", [torch.bfloat16], shape)
-
-        sides = ("keys", "values")[: rows.sides]
-        count = saved.number("pages")
-        rows.tail_start = saved.number("tail_start")
-        rows._check_layout(count, after, saved.where)
-
-        def dense(name: str, tokens: int, capacity: int) -> tuple[Tensor, Tensor]:
-            parts = rows._room(*like, capacity)
-            for part, empty, room in zip(sides, like, parts, strict=False):
-                shape = (batch, kv_heads, tokens, empty.shape[3])
-                room[:, :, :tokens] = saved.tensor(f"{name}.{part}", [empty.dtype], shape) if tokens else empty
-            return parts
-
-        if rows.window.sinks:
-            rows.sinks = dense("sinks", min(length, rows.window.sinks), rows.window.sinks)
-        if not formats.folds_by_token:
-            held = max(length - rows.tail_start, 0)
-            rows.tail = dense("tail", held, _steps(held))
-        for name, store, one in zip(sides, rows.stores, page, strict=True):
-            if count:
-                tensors = {
-                    part: saved.tensor(f"{name}.{part}", [t.dtype], (batch, kv_heads, count, *t.shape[3:]))
-                    for part, t in one.tensors()
-                }
-                store.storage, store.count = replace(one, **tensors, tokens=count * rows.page_size), count  # type: ignore[arg-type]
-        if formats.folds_by_token and after % rows.page_size:
-            rows._check_free_slots(after % rows.page_size, saved.where)
-        saved.done()
-        return rows
-
-    def _check_positions(self, where: str) -> None:
-        """Raise unless `positions` are different ones before all that follow them."""
-        assert self.positions is not None
-        held = self.positions.sort(-1).values
-        part = not self.formats.folds_by_token and held.shape[-1] % self.page_size
-        apart = bool((held.diff() > 0).all())
-        inside = not held.numel() or (held.min() >= self.window.sinks and held.max() < self.whole_from)
-        if part or not apart or not inside:
-            raise ValueError(f"{where}positions are none that an eviction leaves")
-
-    def _check_layout(self, pages: int, after: int, where: str) -> None:
-        """Raise unless `pages` pages and this tail can be those of a row with `after` tokens after the sinks."""
-        dropped, rest = divmod(self.tail_start - self.window.sinks, self.page_size)
-        if self.formats.folds_by_token:
-            fits = pages == -(-after // self.page_size) and dropped == 0
-        elif self.formats.awaits_fit:
-            fits = pages == dropped == 0
-        else:
-            ripe = self._full_pages(self.length, self.window.recent)
-            fits = 0 <= dropped <= pages and ripe <= pages <= after // self.page_size
-        if rest or not fits:
-            raise ValueError(
-                f"{where}pages is {pages} and tail_start {self.tail_start}, which a row of {self.length} tokens does "
-                "not come to"
-            )
-
-    def _check_free_slots(self, part: int, where: str) -> None:
-        """Raise unless the last page is free after `part` tokens: more are to join it."""
-        for store in self.stores:
-            last = store.pages(store.count - 1)
-            free = last.map(lambda t: t.clone())
-            store.form.clear(free, part)
-            if any(not torch.equal(tensor, getattr(free, name)) for name, tensor in last.tensors()):
-                raise ValueError(f"{where}pages hold something after the last token")
 
     # Evicting
 
@@ -801,7 +606,7 @@ class FoldedRows:
             self.length = length
             return 0
         sinks, size = self.window.sinks, self.page_size
-        ripe = self._full_pages(length, self.window.recent)
+        ripe = self.full_pages(length, self.window.recent)
         if length < self.tail_start:
             whole = max(length - sinks, 0) // size
             if length > sinks + whole * size:
@@ -816,7 +621,7 @@ class FoldedRows:
         if self.query_energy is not None:  # not fitted for good
             self.query_energy = self.query_energy[:, :, : max(length - sinks, 0)]
             if length < self.fit_tokens:
-                self._set_formats(self.unfitted)
+                self.set_formats(self.unfitted)
         self.length = length
         return max(lost, 0)
 
@@ -834,7 +639,7 @@ class FoldedRows:
             store.form.unfold(store.pages(page, page + 1))[:, :, :tokens] for store in (self.keys, self.values)
         )
         assert self.tail is not None  # a folded page was dense before
-        self.tail = self._room(*self.tail, _steps(tokens))
+        self.tail = self.room(*self.tail, tail_capacity(tokens))
         for kept, source in zip(self.tail, (key, value), strict=True):
             kept[:, :, :tokens] = source.to(kept.dtype)
 
@@ -845,7 +650,7 @@ class FoldedRows:
         self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
         if self.positions is not None:
             self.positions = self.positions.index_select(0, rows.to(self.positions.device))
-        self._set_formats(self.formats.with_formats(self.formats.keys.select(rows), self.formats.values.select(rows)))
+        self.set_formats(self.formats.with_formats(self.formats.keys.select(rows), self.formats.values.select(rows)))
 
     def _map_dense(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.sinks is not None:
@@ -859,7 +664,7 @@ class FoldedRows:
         """Dense keys, and their values: what `value` makes, or a view of the keys."""
         return key, key[..., : self.value_dim] if self.formats.shares_pages else value()
 
-    def _room(self, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def room(self, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Storage for `tokens` tokens shaped as these."""
         return self._beside(_room(key, tokens), partial(_room, value, tokens))
 
@@ -888,7 +693,7 @@ class FoldedRows:
         return DenseSpan.of(key, value, self.window.sinks)
 
 
-def _steps(tokens: int) -> int:
+def tail_capacity(tokens: int) -> int:
     """Tokens that a tail has room for when it must hold `tokens`."""
     return -(-tokens // TAIL_STEP) * TAIL_STEP
 

@@ -3,19 +3,19 @@
 On a CPU each runs in C++, on a GPU those that fold run in Triton; elsewhere the torch truth in `kvfold.quant` runs.
 """
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvfold.kernels.arguments import check_channelwise, check_dim, heads_of, order_of_heads
 from kvfold.kernels.cpu import module as cpu
 from kvfold.quant import affine, packing, rotated
 from kvfold.quant.packing import Lanes
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
-from kvfold.quant.transforms import ChannelOrder, Hadamard, Transform
+from kvfold.quant.transforms import ChannelOrder, Transform
 
 INSTRUCTION_SET: str = cpu.instruction_sets()[0]
 
@@ -132,7 +132,7 @@ def fold_rotated(
     `kvfold.quant.rotated.encode` and `kvfold.quant.packing.pack`; tokens begin at `slot` of the first page, and slots
     without one have code 0 and scale 0. `signs` and `mix` are those of a Hadamard transform, beside its matrix.
     """
-    _check_dim(x, matrix)
+    check_dim(x, matrix)
     how = RotatedCode(Transform(matrix.to(x.device)), levels.to(x.device), rule, centred)
     after = -(slot + x.shape[-2]) % page_size
     if centred:
@@ -150,7 +150,7 @@ def _(
     x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
     lanes: str, page_size: int, slot: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_dim(x, matrix)
+    check_dim(x, matrix)
     code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
     tokens = x.shape[-2]
     flat = heads_of(x if x.dtype in DTYPES else x.float())
@@ -177,60 +177,10 @@ def _folded_like(
     return code, scale, x.new_empty((*lead, code_dim) if centred else 0, dtype=torch.float16)
 
 
-def rotation(transform: Transform) -> cpu.Rotation:
-    """A rotation as kernels that fold know it."""
-    if isinstance(transform, Hadamard):
-        return _rotation(transform.matrix, transform.signs, transform.mix)
-    return _rotation(transform.matrix, None, None)
-
-
 def _rotation(matrix: Tensor, signs: Tensor | None, mix: Tensor | None) -> cpu.Rotation:
     if signs is None:
         return cpu.Rotation.matrix(matrix.shape[1], matrix.shape[0], matrix.data_ptr(), 0)
     return cpu.Rotation.hadamard(matrix.shape[1], signs.data_ptr(), 0 if mix is None else mix.data_ptr())
-
-
-def _check_dim(x: Tensor, matrix: Tensor) -> None:
-    if x.shape[-1] != matrix.shape[1]:
-        raise ValueError(f"x has vectors of {x.shape[-1]} coordinates, the rotation takes {matrix.shape[1]}")
-
-
-def heads_of(x: Tensor) -> Tensor:
-    """(…, tokens, dim) as (rows, heads, tokens, dim), coordinates side by side; a view if it can be one."""
-    flat = x if x.ndim == 4 else x.reshape(1, x.shape[:-2].numel(), *x.shape[-2:])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
-def check_channelwise(
-    x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, page_size: int
-) -> None:
-    """Raise unless these are arguments of `fold_channelwise`."""
-    *lead, tokens, dim = x.shape
-    if page_size < 1 or page_size % packing.TILE or tokens % page_size:
-        raise ValueError(f"x has {tokens} tokens and page_size = {page_size}: give whole pages of 16·n")
-    groups = packing.padded(dim) // packing.TILE
-    if len(bits) != groups or not all(1 <= b <= 8 for b in bits) or lut.shape[:-1] != (groups,):
-        raise ValueError(f"bits and lut must have one entry, of 1 to 8 bits, for each of {groups} channel groups")
-    if lut.shape[1] < 2 ** max(bits) or lut.dtype != torch.float32 or steps < 1:
-        raise ValueError(
-            f"lut is {lut.dtype} of {tuple(lut.shape)}, steps = {steps}: give float32 of 2^bits, and a step"
-        )
-    wanted = (*(1,) * (2 - len(lead)), *lead, dim)[-3:]
-    shape = () if order is None else tuple(order.shape)
-    if order is not None and (
-        order.dtype != torch.int16 or not 1 <= len(shape) <= 3 or shape[-1] != dim
-        or any(a not in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False))
-    ):  # fmt: skip
-        raise ValueError(f"order is {order.dtype} of {shape}: give int16 of {wanted}, or one for all")
-
-
-def order_of_heads(order: Tensor | None, x: Tensor) -> tuple[Tensor | None, int, int]:
-    """An order of channels for vectors (rows, heads, tokens, dim), and its strides from row to row and head to head."""
-    if order is None:
-        return None, 0, 0
-    order = order.contiguous()
-    by_row, by_head, _ = order.expand(*x.shape[:2], x.shape[3]).stride()
-    return order, by_row, by_head
 
 
 def _flat_pages(codes: Tensor) -> Tensor:
@@ -268,6 +218,5 @@ if find_spec("triton") is not None:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         from kvfold.kernels.triton import fold
 
-        _check_dim(x, matrix)
         how = RotatedCode(Transform(matrix), levels, rule, centred)
         return fold.fold_rotated(x, how, _lanes(lanes), page_size, slot)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.kernels.ops import check_channelwise, heads_of, order_of_heads
+from kvfold.kernels.arguments import check_channelwise, check_dim, heads_of, order_of_heads
 from kvfold.kernels.places import Places
 from kvfold.kernels.triton import on_its_device
 from kvfold.kernels.triton.codes import store_codes
@@ -162,6 +162,7 @@ def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot
 def fold_rotated_into(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int, places: Places) -> None:
     """`fold_rotated`, each part to its place."""
     assert how.rule in SCALE_RULES
+    check_dim(x, how.transform.matrix)
     matrix, levels = on(x.device, how.transform.matrix), on(x.device, how.levels)
     dim, flat, tokens = matrix.shape[0], heads_of(x), x.shape[-2]
     bits, pages = (how.bits,) * (padded(dim) // TILE), -(-(slot + tokens) // page_size)

@@ -1,0 +1,51 @@
+"""Dense tokens that lie side by side."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class DenseSpan:
+    """Keys and values of consecutive tokens, dense.
+
+    Attributes
+    ----------
+    storage
+        Keys and values, (batch, kv_heads, any, dim), these among them.
+    start
+        Position of the first.
+    first, tokens
+        Its place in `storage`, and how many there are.
+    """
+
+    storage: tuple[Tensor, Tensor]
+    start: int
+    first: int
+    tokens: int
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, start: int) -> "DenseSpan":
+        """All of `key` and `value`."""
+        return cls((key, value), start, 0, key.shape[2])
+
+    def after(self, tokens: int) -> "DenseSpan":
+        """Without the first `tokens`, which may be more than there are."""
+        left = max(self.tokens - tokens, 0)
+        return DenseSpan(self.storage, self.start + tokens, self.first + self.tokens - left, left)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """Keys of these tokens alone, (batch, kv_heads, tokens, key_dim)."""
+        return self.storage[0][:, :, self.first : self.first + self.tokens]
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Values of these tokens alone, (batch, kv_heads, tokens, value_dim)."""
+        return self.storage[1][:, :, self.first : self.first + self.tokens]
+
+    @property
+    def stop(self) -> int:
+        """Position after the last."""
+        return self.start + self.tokens
