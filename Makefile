@@ -39,6 +39,7 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/eviction.py
 	$(BIN)/python benchmarks/with_mlx.py
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/kernel_error.py
 	$(BIN)/python benchmarks/fold.py
 	$(BIN)/kvfold bench
 	$(BIN)/kvfold bench --dtype bfloat16

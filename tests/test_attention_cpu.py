@@ -1,14 +1,17 @@
 """The CPU kernel against the reference."""
 
+import copy
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvfold import FoldedCache, attach, detach
 from kvfold.attention import attend, cpu, dispatch, reference
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.cache.store import PageStore
@@ -222,6 +225,32 @@ def test_its_own_error_on_real_heads(format: str, isa: str, real_heads: list[tup
         own += (fast - exact).square().sum().item()
         codec += (exact - dense).square().sum().item()
     assert own < 0.01 * codec, own / codec
+
+
+@torch.no_grad()
+def test_kl_of_a_model_is_that_of_the_reference(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text: str
+) -> None:
+    """Within 2 %, over the same pages: each part is read by both, from one cache (benchmarks/kernel_error.py)."""
+    model, tokenizer = demo
+    detach(model)
+    ids = tokenizer(fixed_text, return_tensors="pt").input_ids[:, :872]
+    cache, dense = FoldedCache(model.config, "kvfold-2"), DynamicCache(config=model.config)
+    kl: dict[str, list[Tensor]] = {"reference": [], "cpu": []}
+
+    def log_p(part: Tensor, held: Cache, backend: str | None = None) -> Tensor:
+        attach(model, backend)
+        out = model(part, past_key_values=held, use_cache=True).logits[0].log_softmax(-1)
+        detach(model)
+        return out
+
+    for part in (ids[:, :40], *ids[:, 40:].split(64, 1)):
+        expected = log_p(part, dense)
+        for backend, held in (("reference", copy.deepcopy(cache)), ("cpu", cache)):
+            kl[backend].append((expected.exp() * (expected - log_p(part, held, backend))).sum(-1))
+    exact, fast = (torch.cat(own).mean().item() for own in kl.values())
+    assert exact > 1e-4
+    assert fast == pytest.approx(exact, rel=0.02)
 
 
 def test_a_call_that_it_does_not_take_says_why() -> None:
