@@ -5,9 +5,9 @@ of the kernel's output from the reference's (in float64, over the same pages) as
 from dense attention.
 
 KL: passages are read with a folded cache, each chunk twice: by the kernel, and by the reference from a copy of the same
-cache. So both read the same codes of all earlier chunks, and KL(dense ‖ folded) differs by what the kernel does. (Runs
-that each have a cache of their own differ by several percent whatever attends: a code that falls the other way is
-another draw of the codec's noise.) The change is given with its standard error over tokens.
+cache. So both read the same codes of all earlier chunks, and KL(dense ‖ folded) differs by what the kernel does, not by
+codes that fall the other way, as in runs that each have a cache of their own. The change is given with its standard
+error, tokens taken as independent.
 
     python benchmarks/kernel_error.py [--formats kvfold-4,centred-4] [--passage 2048] [--offsets 0,60000] [--json FILE]
 """
@@ -36,7 +36,7 @@ from kvfold.evaluate.quality import versions
 FORMATS = "kvfold-4,kvfold-3,kvfold-2,centred-4,turboquant-8,turboquant-4"
 NEWEST = 128
 FIRST, CHUNK = 40, 64
-"""Chunks end where a page of 64 tokens gets ripe, so that no page is read in the chunk whose tokens fill it."""
+"""Chunks end where a page of kvfold's gets ripe: of what a chunk folds, only its last query reads."""
 
 
 def heads_of(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
