@@ -21,7 +21,7 @@ def engine(
 ) -> Iterator[LLM]:
     """vLLM's engine over a model's folder, with a folded cache or, without a format, as it comes.
 
-    It has processes of its own, as when it serves; `in_process` spares their start.
+    It has processes of its own, as when it serves; `in_process` spares their start, and lets a schedule repeat.
     """
     if format is not None:
         own = {"format": format} | ({} if calibration is None else {"calibration": str(calibration)})
