@@ -6,7 +6,7 @@ from kvfold.cache.token_store import TokenStore
 from kvfold.eviction import QueryStatistics, SnapKV, StreamingLLM, TriAttention
 from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
-from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach, measure_queries
+from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach, measure_losses, measure_queries
 
 __all__ = [
     "FORMATS",
@@ -26,6 +26,7 @@ __all__ = [
     "get_format",
     "get_formats",
     "load_model",
+    "measure_losses",
     "measure_queries",
 ]
 __version__ = "0.1.0"

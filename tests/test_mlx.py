@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import kvfold
 import kvfold.integrations.mlx  # before MLX: torch's BLAS
 from kvfold.attention import attend as attend_in_torch
 from kvfold.attention.mlx import Reader, attend, why_plain
+from kvfold.cache.calibration import Loss
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.evaluate import evaluate_formats
@@ -294,6 +296,21 @@ def test_nan_shows_until_its_page_folds(bad: float, side: str) -> None:
     elif bad != 1e5:
         expected[1, 30] = True
     assert torch.equal(nan, expected)
+
+
+def test_layers_have_bits_of_their_own(tmp_path: Path, random_ids: Callable[..., Tensor]) -> None:
+    """By a calibration with losses, as in torch."""
+    model, network = _tiny("llama", tmp_path)
+    statistics = kvfold.calibrate(model, [random_ids(1, 300)])
+    calibration = replace(statistics, losses={i: (Loss(4.0**i, 128), Loss(1.0, 128)) for i in range(4)})
+    cache = make_prompt_cache(network, "kvfold-3", calibration=calibration)
+    ours = kvfold.FoldedCache(model.config, "kvfold-3", calibration=calibration)
+    ids = random_ids(1, 200)
+    mx.eval(network(mx.array(ids.numpy()), cache=cache))
+    model(ids, past_key_values=ours)
+    formats = [layer.format for layer in cache_report(cache).layers]
+    assert formats == [layer.format for layer in ours.report().layers]
+    assert len(set(formats)) > 1
 
 
 @pytest.mark.parametrize("tokens", [100, 300])

@@ -1,8 +1,9 @@
-"""kvfold's formats on texts of several kinds, fitted to each prompt and by a calibration on technical English.
+"""kvfold's formats on several kinds of text, by the prompt's own statistics and by a calibration on technical English.
 
 Each passage is read once with a dense cache and once with each folded one, through the real cache and attention.
-The calibration sees the language reference in Python's library, and none of the passages; the repeated text says one
-sentence over and over. `bits` is what the cache held at the end of a passage, everything counted.
+The calibration sees the language reference in Python's library, and none of the passages: "calibrated" goes by its
+statistics alone, all layers with as many bits; "budgets" by what it measured of each layer's loss too. The repeated
+text says one sentence over and over. `bits` is what the cache held at the end of a passage, everything counted.
 
     python benchmarks/quality/kinds.py [--passage 4096] [--formats kvfold-4,kvfold-3,kvfold-2] [--json FILE]
 """
@@ -24,6 +25,7 @@ from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, sta
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
 
+BY = ("fitted to the prompt", "calibrated", "budgets")
 REPEATED = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
 
 
@@ -37,11 +39,17 @@ def main() -> None:
 
     model, tokenizer = kvfold.demo_model()
     own = tokenizer(standard_text(), return_tensors="pt").input_ids
-    calibration = kvfold.calibrate(model, split_passages(own, 1024, 4))
+    read = split_passages(own, 1024, 4)
+    statistics = kvfold.calibrate(model, read)
     kinds = texts() | {"repeated": REPEATED * (args.passage // 8)}
-    columns = [*product(args.formats.split(","), ("fitted to the prompt", "calibrated"))]
+    columns = [*product(args.formats.split(","), BY)]
     rows = []
     with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("losses", total=None)
+        losses = kvfold.measure_losses(
+            model, read, statistics, progress=lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+        goes_by = dict(zip(BY, (None, statistics, losses), strict=True))
         task = progress.add_task("reading", total=len(kinds) * args.passages * args.passage * (1 + len(columns)))
         for kind, text in kinds.items():
             ids = tokenizer(text, return_tensors="pt").input_ids
@@ -49,9 +57,7 @@ def main() -> None:
             caches: dict[str, kvfold.FoldedCache] = {}
             for passage in split_passages(ids, args.passage, args.passages):
                 caches = {
-                    f"{format} {by}": kvfold.FoldedCache(
-                        model.config, format, calibration=calibration if by == "calibrated" else None
-                    )
+                    f"{format} {by}": kvfold.FoldedCache(model.config, format, calibration=goes_by[by])
                     for format, by in columns
                 }
                 dense = DynamicCache(config=model.config)
@@ -70,14 +76,16 @@ def main() -> None:
                     "versions": versions(),
                 })  # fmt: skip
     table = Table(title=f"SmolLM2-135M, passages of {args.passage:,} tokens")
-    for column in ("text", "dense PPL", "format", "bits", "ΔPPL", "KL", "ΔPPL calibrated", "KL calibrated"):
+    figures = [f"{figure}, {by}" for by in ("prompt", *BY[1:]) for figure in ("bits", "ΔPPL", "KL")]
+    for column in ("text", "dense PPL", "format", *figures):
         table.add_column(column, justify="left" if column in ("text", "format") else "right")
-    for fitted, calibrated in zip(rows[::2], rows[1::2], strict=True):
-        table.add_row(
-            str(fitted["kind"]), f"{fitted['ppl_dense']:.2f}", str(fitted["format"]), f"{fitted['bits_per_value']:.2f}",
-            f"{fitted['delta_ppl_pct']:+.2f} %", f"{fitted['kl_mean']:.4f}", f"{calibrated['delta_ppl_pct']:+.2f} %",
-            f"{calibrated['kl_mean']:.4f}",
-        )  # fmt: skip
+    for same in zip(*(rows[i :: len(BY)] for i in range(len(BY))), strict=True):
+        first = same[0]
+        cells = [
+            cell for row in same for cell in
+            (f"{row['bits_per_value']:.2f}", f"{row['delta_ppl_pct']:+.2f} %", f"{row['kl_mean']:.4f}")
+        ]  # fmt: skip
+        table.add_row(str(first["kind"]), f"{first['ppl_dense']:.2f}", str(first["format"]), *cells)
     Console().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))

@@ -5,7 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -21,6 +23,24 @@ PAGE_SIZE = 64
 """Keys count as they differ within a page of this size, whatever the format's: their order hardly depends on it."""
 SINKS = 16
 """The first tokens of a text are outliers, and mostly stay dense: they do not count."""
+
+LOSS_BITS = 2
+"""Bits at which losses are measured: few, so that they stand out from a 16-bit model's own rounding."""
+
+
+class Loss(NamedTuple):
+    """What folding one side of a layer costs.
+
+    Attributes
+    ----------
+    kl
+        KL(dense ‖ folded) a token, in nats, with that side alone in kvfold's `LOSS_BITS`.
+    channels
+        Numbers of a token that the side holds, over all KV heads.
+    """
+
+    kl: float
+    channels: int
 
 
 class Observed:
@@ -89,17 +109,24 @@ class Calibration:
         Statistics of each full-attention layer, tensors (kv_heads, head_dim), by the layer's index.
     about
         What they were measured on: model_type, text_sha, tokens.
+    losses
+        What folding each layer's keys and values costs (latents: both in one), by the layer's index; bits go by it.
+        Empty: all layers get as many.
     """
 
     layers: Mapping[int, KeyStatistics]
     about: Mapping[str, str] = field(default_factory=dict)
+    losses: Mapping[int, tuple[Loss, ...]] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file: `layers.N.query_energy` and `layers.N.key_variance`, float32."""
+        """Write a safetensors file, float32: `layers.N.query_energy`, `layers.N.key_variance`, and of losses
+        `layers.N.loss`, (sides, 2), KL and channels."""
         tensors = {}
         for index, statistics in self.layers.items():
             for name in NAMES:
                 tensors[f"layers.{index}.{name}"] = getattr(statistics, name).float().contiguous().clone()
+        for index, losses in self.losses.items():
+            tensors[f"layers.{index}.loss"] = torch.tensor(losses)
         with replacing(path) as file:
             file.write(save(tensors, {**self.about, "kind": KIND}))
 
@@ -125,15 +152,25 @@ class Calibration:
                     raise ValueError(f"calibration = {str(path)!r}: of another kind; kvfold calibrate makes one")
                 for key in file.keys():  # noqa: SIM118
                     match = re.fullmatch(r"layers\.(\d+)\.(\w+)", key)
-                    if match is None or match[2] not in NAMES:
+                    if match is None or match[2] not in (*NAMES, "loss"):
                         raise ValueError(damaged)
                     parts.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(key)
         except SafetensorError:
             raise ValueError(damaged) from None
+        losses = {index: _losses(tensors.pop("loss"), damaged) for index, tensors in parts.items() if "loss" in tensors}
         for tensors in parts.values():
             shapes = {tensor.shape for tensor in tensors.values()}
             if len(tensors) != len(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2:
                 raise ValueError(damaged)
             if any(not tensor.isfinite().all() or (tensor < 0).any() for tensor in tensors.values()):
                 raise ValueError(damaged)
-        return cls({index: KeyStatistics(**tensors) for index, tensors in sorted(parts.items())}, about)
+        layers = {index: KeyStatistics(**tensors) for index, tensors in sorted(parts.items())}
+        return cls(layers, about, dict(sorted(losses.items())))
+
+
+def _losses(pairs: Tensor, damaged: str) -> tuple[Loss, ...]:
+    """Losses of a layer's sides, from what a file has; raise if it has something else."""
+    right = pairs.ndim == 2 and pairs.shape[0] in (1, 2) and pairs.shape[1] == 2
+    if not right or not pairs.isfinite().all() or (pairs[:, 1] < 1).any():
+        raise ValueError(damaged)
+    return tuple(Loss(kl, int(channels)) for kl, channels in pairs.tolist())

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse_dtype, token_progress
+from kvfold.cache.calibration import Calibration
+from kvfold.cli.options import CalibrationFile, Json, Model, listed_integers, listed_names, parse_dtype, token_progress
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up
 from kvfold.evaluate.behaviour.needle import Needle
@@ -34,6 +36,7 @@ def tasks(
     out: Annotated[
         Path, typer.Option(help="JSON-lines file of outcomes; cases that it holds already are not repeated.")
     ] = Path("tasks.jsonl"),
+    calibration: CalibrationFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the needle grid into this .png, .svg or .pdf.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     as_json: Json = False,
@@ -52,10 +55,13 @@ def tasks(
         raise ValueError(f"plot = {str(plot)!r} draws the needle grid, but --tasks leaves the needle out")
     weights = parse_dtype(dtype)
     known = open_rows(out)
+    measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_model(model, weights)
     attach(network)
-    about = {"model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch.")}
+    about: dict[str, Any] = {"model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch.")}
     known = [row for row in known if {key: row.get(key) for key in about} == about]
+    about["calibration"] = None if calibration is None else sha256(calibration.read_bytes()).hexdigest()
+    known = [row for row in known if row["format"] == "dense" or row.get("calibration") == about["calibration"]]
     outcomes: dict[str, list[Outcome]] = {}
     with token_progress() as progress:
         for task in chosen:
@@ -71,7 +77,7 @@ def tasks(
                 append_row(out, outcome_row(outcome, replies, **about, versions=versions()))
                 progress.advance(bar, lengths_of[outcome.case])
 
-            outcomes[task.name] = run_task(network, tokenizer, task, names, seed, known, done)
+            outcomes[task.name] = run_task(network, tokenizer, task, names, seed, known, done, calibration=measured)
     rows = [row for task in chosen for row in sum_up(task, outcomes[task.name])]
     if plot is not None:
         plots.save(plots.needle_grid([outcome.to_json() for outcome in outcomes["needle"]]), plot)

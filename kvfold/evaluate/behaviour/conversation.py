@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.cache.calibration import Calibration
 from kvfold.evaluate.behaviour.case import Case
 from kvfold.integrations.transformers import FoldedCache
 
@@ -25,6 +26,8 @@ def converse(
     cases: Sequence[Case],
     format: str | None,
     done: Callable[[Case, Replies], None],
+    *,
+    calibration: Calibration | None = None,
 ) -> None:
     """Hold the conversation of every case, greedily.
 
@@ -40,9 +43,15 @@ def converse(
         What the cache folds into; None for a dense one.
     done
         Called for each case when its conversation ends.
+    calibration
+        What a folded cache goes by; None: each prompt's own first tokens.
     """
     for batch in batches(cases):
-        cache = DynamicCache(config=model.config) if format is None else FoldedCache(model.config, format)
+        cache = (
+            DynamicCache(config=model.config)
+            if format is None
+            else FoldedCache(model.config, format, calibration=calibration)
+        )
         for case, replies in zip(batch, _hold(model, tokenizer, batch, cache), strict=True):
             done(case, replies)
 

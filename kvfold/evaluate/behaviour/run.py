@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.cache.calibration import Calibration
 from kvfold.evaluate.behaviour.case import Case, Outcome, Task
 from kvfold.evaluate.behaviour.conversation import Replies, converse
 
@@ -22,6 +23,8 @@ def run_task(
     seed: int,
     known: Sequence[dict[str, Any]] = (),
     done: Callable[[Outcome, Replies], None] = lambda outcome, replies: None,
+    *,
+    calibration: Calibration | None = None,
 ) -> list[Outcome]:
     """Ask every case of a task with a dense cache, and then with each format.
 
@@ -37,6 +40,8 @@ def run_task(
         Rows of `outcome_row` from an earlier run; those cases are not asked again.
     done
         Called with each new outcome and its replies.
+    calibration
+        What folded caches go by; None: each prompt's own first tokens.
 
     Returns
     -------
@@ -77,7 +82,7 @@ def run_task(
             outcomes[format, case.name] = outcome
             done(outcome, replies)
 
-        converse(model, tokenizer, asked, None if format == DENSE else format, finish)
+        converse(model, tokenizer, asked, None if format == DENSE else format, finish, calibration=calibration)
     return [outcomes[format, case.name] for format in (DENSE, *formats) for case in cases]
 
 

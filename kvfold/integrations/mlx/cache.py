@@ -13,6 +13,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 
+from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
@@ -237,6 +238,7 @@ def make_prompt_cache(
             f"the calibration has a layer {max(calibration.layers)}, the model has {len(layers)} layers: calibrate "
             "this model"
         )
+    policy = budgeted(policy, calibration, len(layers))
     passes, head_dim = Passes(), _head_dim(arguments)
     for index, layer in enumerate(layers):
         name = policy.format_of(index, len(layers))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
@@ -62,7 +63,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
     calibration
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
         fitted, such as "kvfold-4". None: they go by the first 256 tokens of each sequence, which stay dense until
-        then.
+        then. One with losses (`kvfold.measure_losses`) also gives layers bits of their own: with "kvfold-3" each
+        layer's keys, and its values, have 2, 3 or 4, and 3 on average.
     sharpen
         Whether attention scales scores against what tbq and tbqp codes of keys do to them (head_dim 64 and 256).
     eviction
@@ -110,6 +112,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.origin = Origin()
         self.ids: Tensor | None = None
         layers = DynamicCache(config=config).layers
+        policy = budgeted(policy, calibration, len(layers))
         for i, layer in enumerate(layers):
             fmt = policy.format_of(i, len(layers))
             if fmt is not None and self._folds(layer, i):

@@ -94,6 +94,12 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
     def _load(self, path: str, layers: dict[int, FoldedImpl]) -> None:
         """Fit layers to a calibration file, each to the KV heads that this worker has."""
         calibration = Calibration.load(path)
+        if calibration.losses:
+            logger.warning(
+                "kvfold: %s has costs by which layers would get bits of their own, but all pages of the engine's pool "
+                "have one size: each layer gets as many as the format names",
+                path,
+            )
         ranks, rank = self.parallel_config.tensor_parallel_size, self.rank % self.parallel_config.tensor_parallel_size
         for index, impl in layers.items():
             if index not in calibration.layers:
