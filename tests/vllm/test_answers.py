@@ -15,6 +15,8 @@ from kvfold.cache.policy import Policy
 
 Demo = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 LIKELIEST = 20
+FINE = "kvfold-6"
+"""The same pages and kernels as kvfold-4, with an error of a sixteenth: answers can be compared token by token."""
 ALONE = (0, 5, 12, 15, 18)
 
 
@@ -55,6 +57,13 @@ def folded(smollm2: Path, prompts: list[list[int]], calibration: Path) -> Run:
     return _run(smollm2, prompts, "kvfold-4", calibration)
 
 
+@pytest.fixture(scope="module")
+def fine(smollm2: Path, prompts: list[list[int]], calibration: Path) -> list[Answer]:
+    """Answers with codes so fine that a number which rounding throws to the next one hardly moves a prediction."""
+    with engine(smollm2, FINE, calibration, in_process=True) as llm:
+        return ask(llm, prompts, read=LIKELIEST)
+
+
 @dataclass(frozen=True)
 class Reading:
     """Log-probabilities of a model in transformers at each token of prompts and the engine's answers, (T, vocab)."""
@@ -67,7 +76,12 @@ class Reading:
 @pytest.fixture(scope="module")
 def reading(demo_model: Demo, prompts: list[list[int]], folded: Run, calibration: Path) -> Reading:
     """A folded cache reads them; once more with embeddings that differ by rounding; and a dense cache."""
-    model = demo_model[0]
+    return _reading(demo_model[0], prompts, folded.first, "kvfold-4", calibration)
+
+
+def _reading(
+    model: PreTrainedModel, prompts: list[list[int]], answers: list[Answer], format: str, calibration: Path
+) -> Reading:
     noise = torch.Generator().manual_seed(0)
 
     def read(ids: list[int], cache: object, disturbance: float = 0.0) -> Tensor:
@@ -75,17 +89,17 @@ def reading(demo_model: Demo, prompts: list[list[int]], folded: Run, calibration
         embeddings = embeddings * (1 + disturbance * torch.randn(embeddings.shape, generator=noise))
         return model(inputs_embeds=embeddings, past_key_values=cache).logits[0].log_softmax(-1)
 
-    texts = [ids + answer.tokens for ids, answer in zip(prompts, folded.first, strict=True)]
+    texts = [ids + answer.tokens for ids, answer in zip(prompts, answers, strict=True)]
     return Reading(
-        [read(ids, _cache(model, calibration)) for ids in texts],
-        [read(ids, _cache(model, calibration), 1e-7) for ids in texts],
+        [read(ids, _cache(model, format, calibration)) for ids in texts],
+        [read(ids, _cache(model, format, calibration), 1e-7) for ids in texts],
         [read(ids, None) for ids in texts],
     )
 
 
-def _cache(model: PreTrainedModel, calibration: Path) -> kvfold.FoldedCache:
+def _cache(model: PreTrainedModel, format: str, calibration: Path) -> kvfold.FoldedCache:
     """What the engine keeps, in transformers."""
-    policy = Policy("kvfold-4", window=WINDOW)
+    policy = Policy(format, window=WINDOW)
     return kvfold.FoldedCache(model.config, policy=policy, calibration=calibration, dense_dtype=torch.float32)
 
 
@@ -130,23 +144,43 @@ def test_without_codes_every_answer_is_that_of_the_stock_engine(stock: list[Answ
     assert off.max() < 0.05
 
 
-def test_answers_are_those_of_the_cache_in_transformers(
-    folded: Run, reading: Reading, stock: list[Answer], prompts: list[list[int]]
-) -> None:
-    """Each next token, given the engine's own before it, is the one that the same model with FoldedCache takes."""
+def _partings(
+    name: str, prompts: list[list[int]], answers: list[Answer], reading: Reading, stock: list[Answer]
+) -> list[tuple[int, int, float]]:
+    """Where the engine takes another next token than FoldedCache, given the engine's own before it."""
     theirs, disturbed = [], []
-    for ids, answer, read, noisy in zip(prompts, folded.first, reading.folded, reading.disturbed, strict=True):
+    for ids, answer, read, noisy in zip(prompts, answers, reading.folded, reading.disturbed, strict=True):
         for out, source in ((theirs, read), (disturbed, noisy)):
             best = source[len(ids) - 1 : -1].topk(2)
             gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
             out.append(Answer(best.indices[:, 0].tolist(), gaps, answer.read, 0))
-    differ = differences(folded.first, theirs)
+    differ = differences(answers, theirs)
     itself = differences(theirs, disturbed)
-    to_stock = differences(folded.first, stock)
-    print(f"\nengine beside FoldedCache: {len(differ)} of {len(prompts)} answers part: {differ}")
+    to_stock = differences(answers, stock)
+    print(f"\n{name}, engine beside FoldedCache: {len(differ)} of {len(prompts)} answers part: {differ}")
     print(f"FoldedCache beside itself: {len(itself)}: {itself}\nengine beside stock: {len(to_stock)}: {to_stock}")
-    assert all(gap < TIE for _, _, gap in differ)
-    # A few of 20 long answers come upon a tie, and vLLM's float32 rounds otherwise than transformers'.
+    return differ
+
+
+def test_answers_are_those_of_the_cache_in_transformers(
+    demo_model: Demo, prompts: list[list[int]], fine: list[Answer], stock: list[Answer], calibration: Path
+) -> None:
+    reading = _reading(demo_model[0], prompts, fine, FINE, calibration)
+    differ = _partings(FINE, prompts, fine, reading, stock)
+    assert all(gap < TIE / 5 for _, _, gap in differ)
+    assert len(differ) <= 2
+
+
+def test_answers_at_four_bits_part_seldom(
+    folded: Run, reading: Reading, stock: list[Answer], prompts: list[list[int]]
+) -> None:
+    """A few of 20 long answers come upon a tie, and vLLM's float32 rounds otherwise than transformers'.
+
+    The codec's noise makes ties wide: embeddings that differ by 1e-7 let FoldedCache part from itself where its best
+    two are .2 apart. What the two may differ by on the whole says the next test.
+    """
+    differ = _partings("kvfold-4", prompts, folded.first, reading, stock)
+    assert all(gap < 2 * TIE for _, _, gap in differ)
     assert len(differ) <= 6
 
 
@@ -174,7 +208,7 @@ def test_decoding_in_transformers_token_by_token_says_the_same(
     for number in (0, 9, 11, 16):
         ids, length = prompts[number], len(prompts[number])
         expected = reading.folded[number][length - 1 : -1].argmax(-1).tolist()
-        cache = _cache(model, calibration)
+        cache = _cache(model, "kvfold-4", calibration)
         given = torch.tensor([ids])
         out = model.generate(
             given, attention_mask=torch.ones_like(given), past_key_values=cache, max_new_tokens=40, do_sample=False
