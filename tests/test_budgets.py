@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -168,10 +169,12 @@ def test_only_layers_that_fold_are_measured(random_ids: Ids) -> None:
     ids = [random_ids(1, 600)]
     calibration = kvfold.measure_losses(model, ids, kvfold.calibrate(model, ids))
     assert list(calibration.losses) == [1, 3]  # the others have sliding windows
-    cache = kvfold.FoldedCache(model.config, "kvfold-4", calibration=calibration)
+    uneven = replace(calibration, losses={1: (Loss(1.0, 256),) * 2, 3: (Loss(1e-9, 256),) * 2})
+    cache = kvfold.FoldedCache(model.config, "kvfold-4", calibration=uneven)
     assert isinstance(cache.layers[1], FoldedLayer)
     assert not isinstance(cache.layers[0], FoldedLayer)
     model(ids[0], past_key_values=cache)
+    assert [row.format for row in cache.report().layers][1::2] == ["kvfold-5", "kvfold-3"]
 
 
 def test_latents_are_one_side(random_ids: Ids) -> None:
@@ -185,10 +188,13 @@ def test_latents_are_one_side(random_ids: Ids) -> None:
     model = transformers.DeepseekV3ForCausalLM(config).eval().double()
     ids = [random_ids(1, 600)]
     calibration = kvfold.measure_losses(model, ids, kvfold.calibrate(model, ids))
-    assert all(len(own) == 1 and own[0].kl > 0 and own[0].channels >= 128 for own in calibration.losses.values())
-    cache = kvfold.FoldedCache(config, "kvfold-3", calibration=calibration)
+    assert all(len(own) == 1 and own[0].kl > 0 and own[0].channels == 128 for own in calibration.losses.values())
+    uneven = replace(calibration, losses={0: (Loss(1.0, 128),), 1: (Loss(1e-9, 128),)})
+    cache = kvfold.FoldedCache(config, "kvfold-3", calibration=uneven)
     model(ids[0], past_key_values=cache)
-    assert sorted(row.format for row in cache.report().layers) in (["kvfold-2", "kvfold-4"], ["kvfold-3"] * 2)
+    assert [row.format for row in cache.report().layers] == ["kvfold-4", "kvfold-2"]
+    keys = budgeted(kvfold.Policy("kvfold-3:turboquant-4"), uneven, 2)
+    assert [keys.format_of(i, 2) for i in (0, 1)] == ["kvfold-4:turboquant-4", "kvfold-2:turboquant-4"]
 
 
 def test_measuring_says_what_it_lacks(llama: PreTrainedModel, random_ids: Ids) -> None:

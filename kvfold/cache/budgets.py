@@ -7,8 +7,8 @@ power, and small costs add up. So of a fixed sum of bits each goes to where it t
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvfold.cache.calibration import Calibration, Loss
@@ -29,8 +29,7 @@ class Side(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One side: the bits that its format's name has, and what it costs."""
 
     bits: int
@@ -46,9 +45,10 @@ def spread(items: Mapping[Side, Item]) -> dict[Side, int]:
     bits = {side: max(1, item.bits - REACH) for side, item in items.items()}
     left = sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
 
-    def gain(side: Side) -> float:
-        loss = items[side].loss
-        return max(loss.kl, 0.0) * 4.0 ** -bits[side] / loss.channels
+    def gain(side: Side) -> tuple[float, int]:
+        """What one bit more takes away; of equals the side that is furthest below its own bits."""
+        base, loss = items[side]
+        return max(loss.kl, 0.0) * 4.0 ** -bits[side] / loss.channels, base - bits[side]
 
     while True:
         able = [
@@ -77,22 +77,23 @@ def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -
     if calibration is None or not calibration.losses:
         return policy
     named = {index % num_layers for index, _ in policy.exceptions if -num_layers <= index < num_layers}
-    names: dict[Side, str] = {}
+    pairs: dict[int, tuple[str, str]] = {}
+    items, suffix = {}, {}
     for layer, losses in calibration.losses.items():
         format = policy.format_of(layer, num_layers)
-        if format is not None and layer not in named:
-            names |= {Side(layer, n): name for n, name in enumerate(check_names(format)[: len(losses)])}
-    items, suffix = {}, {}
-    for side, name in names.items():
-        if match := _FAMILY.fullmatch(PRESETS.get(name, name)):
-            items[side] = Item(int(match[1]), calibration.losses[side.layer][side.number])
-            suffix[side] = match[2] or ""
-    own = {side: f"kvfold-{bits}{suffix[side]}" for side, bits in spread(items).items()}
-    names |= own
-    layers = sorted({side.layer for side in own})
-    exceptions = [(layer, _joined([names[side] for side in sorted(names) if side.layer == layer])) for layer in layers]
+        if format is None or layer in named:
+            continue
+        pairs[layer] = check_names(format)
+        for number, loss in enumerate(losses):
+            name = pairs[layer][number]
+            if match := _FAMILY.fullmatch(PRESETS.get(name, name)):
+                side = Side(layer, number)
+                items[side], suffix[side] = Item(int(match[1]), loss), match[2] or ""
+    for side, bits in spread(items).items():
+        keys, values = pairs[side.layer]
+        name = f"kvfold-{bits}{suffix[side]}"
+        one = len(calibration.losses[side.layer]) == 1 and keys == values  # a latent is both
+        pairs[side.layer] = (name, name) if one else (name, values) if side.number == 0 else (keys, name)
+    own = sorted({side.layer for side in items})
+    exceptions = [(layer, ":".join(dict.fromkeys(pairs[layer]))) for layer in own]
     return replace(policy, exceptions=(*policy.exceptions, *exceptions))
-
-
-def _joined(names: Sequence[str]) -> str:
-    return ":".join(dict.fromkeys(names))

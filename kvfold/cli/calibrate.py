@@ -37,7 +37,9 @@ def calibrate(
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
     ] = None,
-    passage: Annotated[int, typer.Option(min=64, help="Tokens of each passage.")] = 1_024,
+    passage: Annotated[
+        int, typer.Option(min=64, help=f"Tokens of each passage; {FEWEST} or more for budgets.")
+    ] = 1_024,
     passages: Annotated[int, typer.Option(min=1, help="How many passages, spread evenly over the text.")] = 4,
     budgets: Annotated[
         bool,
@@ -69,13 +71,12 @@ def calibrate(
     out = out or Path("queries.tria" if eviction else "calibration.safetensors")
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"out = {str(out)!r}: give the name of a file in a folder that exists")
+    if budgets and not eviction and passage < FEWEST:
+        raise ValueError(
+            f"passage = {passage}: costs are measured on {FEWEST} tokens or more; give that, or --no-budgets"
+        )
     network, tokenizer = load_model(model, weights)
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
-    if budgets and not eviction and parts[0].shape[1] < FEWEST:
-        raise ValueError(
-            f"passage = {parts[0].shape[1]} tokens, costs are measured on {FEWEST} or more: give a longer --passage or "
-            "--text, or --no-budgets"
-        )
     with token_progress() as progress:
         task = progress.add_task("reading", total=sum(part.shape[1] for part in parts))
 

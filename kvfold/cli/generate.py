@@ -203,17 +203,16 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
     if any(row.evicted for row in loaded.report().layers):
         raise ValueError(f"cache = {str(path)!r} forgot some of its tokens: give another --cache")
     for kept, asked in zip(loaded.layers, fresh.layers, strict=True):
-        pair = [layer.folded.statistics for layer in (kept, asked) if isinstance(layer, FoldedLayer)]
-        if len(pair) == 2 and not _alike(*pair):
-            raise ValueError(
-                f"cache = {str(path)!r} was made with another --calibration, or without one: give the same again, or "
-                "another --cache"
-            )
         own, wanted = (layer.folded.format if isinstance(layer, FoldedLayer) else "dense" for layer in (kept, asked))
         if own != wanted:
             raise ValueError(
                 f"cache = {str(path)!r} is folded as {own}, and format = {wanted!r}: give that one's --format and "
                 "--calibration, or another --cache"
+            )
+        if isinstance(kept, FoldedLayer) and not _alike(kept.folded.statistics, asked.folded.statistics):
+            raise ValueError(
+                f"cache = {str(path)!r} was made with another --calibration, or without one: give the same again, or "
+                "another --cache"
             )
     held, prompt = loaded.ids[0], ids[0]
     both = min(len(held), len(prompt))

@@ -19,7 +19,7 @@ from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import append_row, open_rows
 from kvfold.formats import check_names
 from kvfold.integrations.models import load_model
-from kvfold.integrations.transformers import attach
+from kvfold.integrations.transformers import FoldedCache, attach
 
 
 def tasks(
@@ -58,6 +58,8 @@ def tasks(
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_model(model, weights)
     attach(network)
+    for name in names:
+        FoldedCache(network.config, name, calibration=measured)  # raises now if they do not fit
     about: dict[str, Any] = {"model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch.")}
     known = [row for row in known if {key: row.get(key) for key in about} == about]
     about["calibration"] = None if calibration is None else sha256(calibration.read_bytes()).hexdigest()

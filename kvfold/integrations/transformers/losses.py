@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvfold.formats import get_format
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.latent import LatentLayer
+from kvfold.integrations.transformers.layer import FoldedLayer
 
 TAIL = 128
 """The last tokens of a passage, which read what came before folded; their predictions count."""
@@ -81,6 +83,11 @@ def measure_losses(
             cache.end_pass(broken=False)
             log_q = _log_p(model, tail, cache)
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+            if not isfinite(divergence):
+                raise ValueError(
+                    f"layer {layer}: the model's predictions hold a NaN or an infinity, so losses cannot be "
+                    "measured; calibrate without them (--no-budgets)"
+                )
             kl[layer, number] = kl.get((layer, number), 0.0) + divergence / len(passages)
             x = (held.keys, held.values)[number]
             channels[layer, number] = x.shape[1] * x.shape[3]
@@ -99,7 +106,7 @@ def _sides(model: PreTrainedModel, statistics: Calibration) -> Iterator[tuple[in
     for layer in sorted(statistics.layers):
         if isinstance(layers[layer], LatentLayer):
             yield layer, 0, folded
-        else:
+        elif isinstance(layers[layer], FoldedLayer):
             yield layer, 0, f"{folded}:{kept}"
             yield layer, 1, f"{kept}:{folded}"
 
