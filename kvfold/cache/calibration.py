@@ -25,7 +25,7 @@ SINKS = 16
 """The first tokens of a text are outliers, and mostly stay dense: they do not count."""
 
 LOSS_BITS = 2
-"""Bits at which losses are measured: few, so that they stand out from a 16-bit model's own rounding."""
+"""Bits at which losses are measured: few, so that they are large beside what rounding does."""
 
 
 class Loss(NamedTuple):

@@ -53,7 +53,7 @@ def calibrate(
 
     Or, with --eviction, what queries are like before RoPE, for a cache that forgets tokens.
 
-    By the costs, layers get bits of their own, with the mean that the format names, and a third less is lost. That
+    By the costs, layers get bits of their own, with the mean that the format names; SmolLM2 loses a third less. That
     needs the model, so a prompt's own tokens cannot tell it. Which channels matter they can: without a calibration
     formats go by the first 256 tokens of each sequence, which stay dense until then. With one, folding starts with
     the first page, and all sequences fold alike.
@@ -125,7 +125,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for column in ("layer", "keys", "values", *SHOWN):
         table.add_column(column, justify="right")
     for row in rows:
-        bits = [":".join(re.findall(r"-(\d)", row[name])) for name in SHOWN]
+        bits = [":".join((re.findall(r"-(\d)", row[name]) * 2)[: len(row["kl"])]) for name in SHOWN]
         kl = [f"{each:.5f}" for each in row["kl"]] + [""]
         table.add_row(str(row["layer"]), *kl[:2], *bits)
     Console().print(table)
