@@ -163,25 +163,23 @@ def _partings(
 
 
 def test_answers_are_those_of_the_cache_in_transformers(
+    folded: Run, reading: Reading, stock: list[Answer], prompts: list[list[int]]
+) -> None:
+    """Each next token, given the engine's own before it, is the one that the same model with FoldedCache takes."""
+    differ = _partings("kvfold-4", prompts, folded.first, reading, stock)
+    assert all(gap < TIE for _, _, gap in differ)
+    # A few of 20 long answers come upon a tie, and vLLM's float32 rounds otherwise than transformers'.
+    assert len(differ) <= 6
+
+
+def test_with_fine_codes_hardly_an_answer_parts(
     demo_model: Demo, prompts: list[list[int]], fine: list[Answer], stock: list[Answer], calibration: Path
 ) -> None:
+    """The same where the codec's noise makes no wide ties."""
     reading = _reading(demo_model[0], prompts, fine, FINE, calibration)
     differ = _partings(FINE, prompts, fine, reading, stock)
     assert all(gap < TIE / 5 for _, _, gap in differ)
     assert len(differ) <= 2
-
-
-def test_answers_at_four_bits_part_seldom(
-    folded: Run, reading: Reading, stock: list[Answer], prompts: list[list[int]]
-) -> None:
-    """A few of 20 long answers come upon a tie, and vLLM's float32 rounds otherwise than transformers'.
-
-    The codec's noise makes ties wide: embeddings that differ by 1e-7 let FoldedCache part from itself where its best
-    two are .2 apart. What the two may differ by on the whole says the next test.
-    """
-    differ = _partings("kvfold-4", prompts, folded.first, reading, stock)
-    assert all(gap < 2 * TIE for _, _, gap in differ)
-    assert len(differ) <= 6
 
 
 def test_reading_prompts_differs_from_transformers_by_rounding_alone(
