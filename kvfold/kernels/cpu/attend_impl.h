@@ -1,5 +1,6 @@
 // The body of attention, compiled once for each instruction set: attend_serial.cpp and its siblings include it with
 // KVFOLD_ISA set to their namespace.
+#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -17,14 +18,20 @@ constexpr std::size_t kPages = 8;           // pages whose softmax is taken toge
 constexpr std::size_t kScores = 4096;       // … unless that is more scores than stay near
 constexpr std::size_t kFewRows = 8;         // query rows that read dense keys as they lie; turning those pays for more
 
-// Softmax state of a block of query rows.
+// Softmax state of a block of query rows over a piece of their context.
 struct State {
-  Buffer rotated, plain, maximum, total;  // total: in 16 parts
-  explicit State(std::size_t rows = 0, std::size_t rotated_width = 0, std::size_t plain_width = 0)
-      : rotated(rows * rotated_width),
-        plain(rows * plain_width),
-        maximum(rows, kNever),
-        total(rows * kLanes) {}
+  float *total, *maximum, *rotated, *plain;  // total: in 16 parts; plain: null if the piece has no dense tokens
+
+  static std::size_t size(std::size_t rows, std::size_t rotated_width, std::size_t plain_width) {
+    return rows * (kLanes + rotated_width + plain_width) + padded(rows);
+  }
+  State(float* at, std::size_t rows, std::size_t rotated_width, bool dense)
+      : total(at), maximum(at + rows * kLanes), rotated(maximum + padded(rows)), plain(dense ? rotated + rows * rotated_width : nullptr) {}
+
+  void begin(std::size_t rows, std::size_t rotated_width, std::size_t plain_width) const {
+    std::fill_n(total, rows * kLanes, 0.0f), std::fill_n(maximum, rows, kNever), std::fill_n(rotated, rows * rotated_width, 0.0f);
+    if (plain) std::fill_n(plain, rows * plain_width, 0.0f);
+  }
 };
 
 // Of one sequence and KV head: rows `first` to `first + count` of its (repeat, queries) rows.
@@ -32,10 +39,17 @@ struct Unit {
   const Sequence* sequence;
   std::size_t head, first, count;
   std::size_t first_row;           // of the rows of all sequences and heads
-  std::size_t pieces, first_state;  // of the context, and of their states
+  std::size_t pieces, first_piece;  // of the context
+  std::size_t states;               // where those of its pieces begin
 };
 
-// Units over some blocks of their keys.
+// A part of a unit's context, in blocks: its pages, then its dense tokens.
+struct Piece {
+  const Unit* unit = nullptr;
+  std::size_t begin = 0, end = 0;
+};
+
+// Units over pieces of their context.
 class Worker {
  public:
   Worker(const Attention& job, std::size_t most_rows, std::size_t most_pages)
@@ -61,32 +75,28 @@ class Worker {
     for (std::size_t i = 0; i < std::min(values, most_pages); ++i) value_pages_[i].emplace(job.values, Layout::tokens_first);
   }
 
-  // `query` and `rotated_query` are those of the rows, scaled.
-  void run(State& state, const Unit& unit, const float* query, const float* rotated_query, std::size_t block_begin,
-           std::size_t block_end) {
-    const bool follows = &unit == unit_ && block_begin == end_;  // as pieces of one unit often do
-    end_ = block_end;
+  // `query` and `rotated_query` are those of the rows, scaled. `following`, of no unit if there is none, is what comes after.
+  void run(const State& state, const Piece& piece, const float* query, const float* rotated_query, const Piece& following) {
+    const Unit& unit = *piece.unit;
     if (&unit != unit_) {
       unit_ = &unit, sequence_ = unit.sequence, head_ = unit.head, first_ = unit.first, count_ = unit.count;
       for (std::size_t r = 0; r < count_; ++r) query_[r] = (first_ + r) % sequence_->queries;
     }
-    if (block_begin < sequence_->pages) {
-      if (!follows)  // or else the pages before have asked for these
-        for (std::optional<Page>* side : {key_pages_, value_pages_})
-          (*side)->expect(*sequence_, head_, block_begin, std::min(block_end, sequence_->pages) - block_begin);
 #ifdef __AVX512VNNI__
-      if (integer_keys_.fits() && &unit != prepared_)
-        integer_keys_.prepare(rotated_query, count_, std::min(at_once(), sequence_->pages)), prepared_ = &unit;
+    if (piece.begin < sequence_->pages && integer_keys_.fits() && &unit != prepared_)
+      integer_keys_.prepare(rotated_query, count_, std::min(pages_at_once(unit), sequence_->pages)), prepared_ = &unit;
 #endif
-    }
-    for (std::size_t block = block_begin; block < block_end; ++block) {
+    for (std::size_t block = piece.begin; block < piece.end; ++block) {
       if (block < sequence_->pages) {
-        const std::size_t pages = std::min({at_once(), sequence_->pages - block, block_end - block});
+        const std::size_t pages = first_pages({&unit, block, piece.end});
         const auto start = [&](std::size_t page) { return job_.pages_first + static_cast<std::int64_t>((block + page) * size_); };
         std::size_t seen = 0;
         while (seen < pages && visible(start(seen), static_cast<std::int64_t>(size_), nullptr, sequence_->folded_stop)) ++seen;
         if (!seen) continue;
+        const Piece rest{&unit, block + seen, piece.end};
+        expect(block, seen, seen == pages && first_pages(rest) ? rest : following);
         read_pages(state, rotated_query, block, seen, start(0));
+        ahead_.ask_for_rest();
         block += seen - 1;
       } else {
         std::size_t rest = block - sequence_->pages, at = 0;
@@ -208,14 +218,44 @@ class Worker {
   }
 
   // How many pages are read together, so that what each takes to be ready is hidden behind the others.
-  std::size_t at_once() const { return std::clamp<std::size_t>(kScores / (count_ * size_), 1, kPages); }
+  std::size_t pages_at_once(const Unit& unit) const { return std::clamp<std::size_t>(kScores / (unit.count * size_), 1, kPages); }
+
+  // How many pages of a piece are read first, if their tokens are visible.
+  std::size_t first_pages(const Piece& piece) const {
+    if (!piece.unit || piece.begin >= piece.unit->sequence->pages) return 0;
+    return std::min({pages_at_once(*piece.unit), piece.unit->sequence->pages - piece.begin, piece.end - piece.begin});
+  }
+
+  // Has memory asked for the first pages of what follows while these pages are read. Not where pages are unfolded: there a
+  // core's own guesses do better.
+  void expect([[maybe_unused]] std::size_t first, [[maybe_unused]] std::size_t pages, [[maybe_unused]] const Piece& following) {
+#ifdef __AVX512VNNI__
+    const auto keys = [this](const Unit* unit, std::size_t from, std::size_t count) {
+      if (integer_keys_.fits()) (*key_pages_)->expect(ahead_, *unit->sequence, unit->head, from, count);
+    };
+    const auto values = [this](const Unit* unit, std::size_t from, std::size_t count) {
+      if (integer_values_.fits()) (*value_pages_)->expect(ahead_, *unit->sequence, unit->head, from, count);
+    };
+    ahead_.forget();
+    if (unit_ != expected_.unit || first != expected_.begin) {  // nobody has asked for these
+      keys(unit_, first, pages);
+      ahead_.ask_for_rest();
+      values(unit_, first, pages);
+    }
+    expected_ = following;
+    if (const std::size_t next = first_pages(following)) {
+      keys(following.unit, following.begin, next);
+      values(following.unit, following.begin, next);
+    }
+#endif
+  }
 
   // Reads folded pages into the state: either side in integers, if its codes fit them.
-  void read_pages(State& state, const float* rotated_query, std::size_t first, std::size_t pages, std::int64_t start) {
+  void read_pages(const State& state, const float* rotated_query, std::size_t first, std::size_t pages, std::int64_t start) {
     const std::size_t tokens = pages * size_;
     read_keys(rotated_query, first, pages, tokens);
     weigh(state, tokens, start, tokens, tokens, nullptr, sequence_->folded_stop);
-    read_values(state.rotated.data(), first, pages, tokens);
+    read_values(state.rotated, first, pages, tokens);
   }
 
   void read_keys(const float* rotated_query, std::size_t first, std::size_t pages, std::size_t stride) {
@@ -224,10 +264,10 @@ class Worker {
       const std::uint8_t* codes[kPages];
       for (std::size_t page = 0; page < pages; ++page) {
         codes[page] = key_pages_[page]->find(*sequence_, head_, first + page);
-        integer_keys_.prepare_page(page, *key_pages_[page], count_);
+        integer_keys_.prepare_page(page, *key_pages_[page], count_, ahead_);
       }
       for (std::size_t page = 0; page < pages; ++page)
-        integer_keys_.scores(page, *key_pages_[page], codes[page], count_, scores_.data() + page * size_, stride);
+        integer_keys_.scores(page, *key_pages_[page], codes[page], count_, scores_.data() + page * size_, stride, ahead_);
       return;
     }
 #endif
@@ -246,10 +286,10 @@ class Worker {
       integer_values_.expect(count_, pages);
       for (std::size_t page = 0; page < pages; ++page) {
         codes[page] = value_pages_[page]->find(*sequence_, head_, first + page);
-        integer_values_.prepare(page, *value_pages_[page], count_, scores_.data() + page * size_, stride);
+        integer_values_.prepare(page, *value_pages_[page], count_, scores_.data() + page * size_, stride, ahead_);
       }
       for (std::size_t page = 0; page < pages; ++page)
-        integer_values_.add(page, *value_pages_[page], codes[page], count_, sums);
+        integer_values_.add(page, *value_pages_[page], codes[page], count_, sums, ahead_);
       return;
     }
 #endif
@@ -262,14 +302,14 @@ class Worker {
   }
 
   // Reads dense tokens, at most kDenseBlock, from the `from`th of a span on.
-  void read_dense(State& state, const float* query, std::int64_t start, std::size_t from, std::size_t tokens, const Span& span) {
+  void read_dense(const State& state, const float* query, std::int64_t start, std::size_t from, std::size_t tokens, const Span& span) {
     score_dense(query, from, tokens, span);
     weigh(state, kDenseBlock, start, tokens, padded(tokens), span.start, span.stop);
-    add_dense(state.plain.data(), from, tokens, span);
+    add_dense(state.plain, from, tokens, span);
   }
 
   // Scores, `stride` apart from row to row, to unnormalised probabilities, in place; older sums are rescaled to match.
-  void weigh(State& state, std::size_t stride, std::int64_t start, std::size_t tokens, std::size_t width,
+  void weigh(const State& state, std::size_t stride, std::int64_t start, std::size_t tokens, std::size_t width,
              const std::int64_t* starts, const std::int64_t* stops) {
     in_blocks(count_, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t first) {
       float* scores = scores_.data() + first * stride;
@@ -289,12 +329,14 @@ class Worker {
         state.maximum[first + i] = maximum;
       }
       Vec total[Rows] = {};
-      for (std::size_t t = 0; t < width; t += kLanes)
+      for (std::size_t t = 0; t < width; t += kLanes) {
+        ahead_.ask<6>();
         for (std::size_t i = 0; i < Rows; ++i) {
           const Vec p = exp_vec(load(scores + i * stride + t) - finite[i]);
           store(scores + i * stride + t, p);
           total[i] += p;
         }
+      }
       for (std::size_t i = 0; i < Rows; ++i) {
         float* to = &state.total[(first + i) * kLanes];
         store(to, load(to) + total[i]);
@@ -325,10 +367,10 @@ class Worker {
     }
   }
 
-  void rescale(State& state, std::size_t r, float decay) const {
+  void rescale(const State& state, std::size_t r, float decay) const {
     scale(&state.total[r * kLanes], kLanes, decay);
     scale(&state.rotated[r * rotated_width_], rotated_width_, decay);
-    scale(&state.plain[r * plain_width_], plain_width_, decay);
+    if (state.plain) scale(&state.plain[r * plain_width_], plain_width_, decay);
   }
 
   static void scale(float* at, std::size_t width, float by) {
@@ -344,9 +386,11 @@ class Worker {
   IntegerValues integer_values_;
   const Unit* prepared_ = nullptr;  // what the keys were set to last
 #endif
+  Ahead ahead_;
+  Piece expected_;              // whose first pages memory was asked for
   const Unit* unit_ = nullptr;  // what it was set to last
   const Sequence* sequence_ = nullptr;
-  std::size_t head_ = 0, first_ = 0, count_ = 0, end_ = 0;
+  std::size_t head_ = 0, first_ = 0, count_ = 0;
   std::size_t query_[kRowBlock] = {};  // of each row
 };
 
@@ -376,7 +420,7 @@ bool attend(const Attention& job) {
     for (std::size_t i = 0; i < sequence.span_count; ++i) blocks += Worker::blocks(sequence.spans[i]);
     return blocks;
   };
-  std::size_t pieces = 0, work = 0, most_rows = 0, most_pages = 0, first_row = 0, at = 0;
+  std::size_t pieces = 0, work = 0, most_rows = 0, most_pages = 0, first_row = 0, at = 0, room = 0;
   for (std::size_t s = 0; s < job.count; ++s) {
     const Sequence& sequence = job.sequences[s];
     const std::size_t own = job.repeat * sequence.queries, blocks = blocks_of(sequence);
@@ -385,18 +429,29 @@ bool attend(const Attention& job) {
     for (std::size_t head = 0; head < job.kv_heads; ++head, first_row += own)
       for (std::size_t first = 0; first < own; first += kRowBlock, pieces += split, work += blocks) {
         const std::size_t count = std::min(kRowBlock, own - first);
-        units[at++] = {&sequence, head, first, count, first_row + first, split, pieces};
-        most_rows = std::max(most_rows, count);
+        units[at++] = {&sequence, head, first, count, first_row + first, split, pieces, room};
+        most_rows = std::max(most_rows, count), room += split * State::size(count, rotated_width, plain_width);
       }
   }
-  const std::unique_ptr<State[]> states(new State[pieces]);
   const std::unique_ptr<const Unit*[]> unit_of(new const Unit*[pieces]);
   for (std::size_t i = 0; i < unit_count; ++i)
-    std::fill_n(&unit_of[units[i].first_state], units[i].pieces, &units[i]);
+    std::fill_n(&unit_of[units[i].first_piece], units[i].pieces, &units[i]);
   const std::size_t threads = std::min({static_cast<std::size_t>(std::max(job.threads, 1)), std::max<std::size_t>(work / kBlocksAThread, 1),
                                         std::max<std::size_t>(pieces, 1)});
+  Buffer states = Buffer::unset(room);
+  const auto piece_at = [&](std::size_t i) {
+    if (i >= pieces) return Piece{};
+    const Unit& unit = *unit_of[i];
+    const std::size_t own = i - unit.first_piece, blocks = blocks_of(*unit.sequence);
+    return Piece{&unit, blocks * own / unit.pieces, blocks * (own + 1) / unit.pieces};
+  };
+  const auto state_of = [&](const Unit& unit, std::size_t piece, std::size_t end) {
+    const std::size_t own = piece * State::size(unit.count, rotated_width, plain_width);
+    return State(&states[unit.states + own], unit.count, rotated_width, end > unit.sequence->pages);
+  };
   Buffer queries = Buffer::unset(rows * job.key_dim), rotated_queries = Buffer::unset(rows * key_width);
   bool finite = true;
+  std::atomic<std::size_t> next_piece{0};
 
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
@@ -422,36 +477,41 @@ bool attend(const Attention& job) {
     }
     if (finite) {
       Worker worker(job, most_rows, most_pages);
-#pragma omp for schedule(dynamic)
-      for (std::size_t i = 0; i < pieces; ++i) {
-        const Unit& unit = *unit_of[i];
-        const std::size_t piece = i - unit.first_state, blocks = blocks_of(*unit.sequence);
-        states[i] = State(unit.count, rotated_width, plain_width);
-        worker.run(states[i], unit, &queries[unit.first_row * job.key_dim], &rotated_queries[unit.first_row * key_width],
-                   blocks * piece / unit.pieces, blocks * (piece + 1) / unit.pieces);
+      // Each thread takes a piece before it has read its last one, so as to know what to ask memory for; but not of the last few,
+      // which others may be waiting for.
+      for (std::size_t i = next_piece++, following; i < pieces; i = following < pieces ? following : next_piece++) {
+        following = next_piece + threads <= pieces ? next_piece++ : pieces;
+        const Piece piece = piece_at(i);
+        const Unit& unit = *piece.unit;
+        const State state = state_of(unit, i - unit.first_piece, piece.end);
+        state.begin(unit.count, rotated_width, plain_width);
+        worker.run(state, piece, &queries[unit.first_row * job.key_dim], &rotated_queries[unit.first_row * key_width],
+                   piece_at(following));
       }
+#pragma omp barrier
       Rotator value_rotator(job.value_rotation);
       Buffer rotated(rotated_width), plain(plain_width);
 #pragma omp for schedule(static)
       for (std::size_t i = 0; i < unit_count; ++i) {
         const Unit& unit = units[i];
-        const State* parts = &states[unit.first_state];
+        const std::size_t blocks = blocks_of(*unit.sequence);
+        const auto part_of = [&](std::size_t s) { return state_of(unit, s, blocks * (s + 1) / unit.pieces); };
         for (std::size_t r = 0; r < unit.count; ++r) {
           const std::size_t row = unit.first + r, n = unit.sequence->queries, head = unit.head * job.repeat + row / n;
           float* out = unit.sequence->out + head * job.out_head + row % n * job.out_token;
           float maximum = kNever, total = 0;
-          for (std::size_t s = 0; s < unit.pieces; ++s) maximum = std::max(maximum, parts[s].maximum[r]);
+          for (std::size_t s = 0; s < unit.pieces; ++s) maximum = std::max(maximum, part_of(s).maximum[r]);
           std::fill(out, out + job.value_dim, 0.0f);
           if (maximum == kNever) continue;
           std::fill(rotated.data(), rotated.data() + rotated_width, 0.0f);
           std::fill(plain.data(), plain.data() + plain_width, 0.0f);
           for (std::size_t s = 0; s < unit.pieces; ++s) {
-            const State& part = parts[s];
+            const State part = part_of(s);
             if (part.maximum[r] == kNever) continue;
             const float weight = std::exp(part.maximum[r] - maximum);
             total += weight * sum(load(&part.total[r * kLanes]));
             add_scaled(rotated.data(), &part.rotated[r * rotated_width], weight, rotated_width);
-            add_scaled(plain.data(), &part.plain[r * plain_width], weight, plain_width);
+            if (part.plain) add_scaled(plain.data(), &part.plain[r * plain_width], weight, plain_width);
           }
           if (job.sink_logits) total += std::exp(job.sink_logits[head] - maximum);
           value_rotator.invert(rotated.data(), out, unit.sequence->row, unit.head);

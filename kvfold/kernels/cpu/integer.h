@@ -70,6 +70,9 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   return look_up<Bits>(index, table);
 }
 
+// Lines to ask for while codes of so many bytes are read: about half of theirs, as the rest of the work asks for some, too.
+constexpr std::size_t share_of(std::size_t bytes) { return (bytes / 2 + 63) / 64; }
+
 constexpr std::size_t kFields = 4;  // of a tile, each of four steps
 constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid
 

@@ -39,10 +39,10 @@ class IntegerKeys {
   }
 
   // Takes one of the pages.
-  void prepare_page(std::size_t number, const Page& page, std::size_t rows) {
+  void prepare_page(std::size_t number, const Page& page, std::size_t rows, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       const std::size_t block = number * blocks_ + r / kBlock, queries = side_.channel_scale ? block : r / kBlock;
-      if (side_.channel_scale) round<Rows>(block, page.channel_scale(), r);
+      if (side_.channel_scale) round<Rows>(block, page.channel_scale(), r), ahead.ask<24>();
       __m128 start = side_.centre ? centre<Rows>(page.centre(), r) : _mm_setzero_ps();
       for (std::size_t i = 0; i < numbers_.segment_count() && !side_.scale; ++i)
         start = _mm_add_ps(start, _mm_load_ps(part(queries, i).base));
@@ -51,14 +51,15 @@ class IntegerKeys {
   }
 
   // scores[r · stride + t] with the keys of a page.
-  void scores(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* scores, std::size_t stride) {
+  void scores(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* scores, std::size_t stride,
+              Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       const std::size_t block = number * blocks_ + r / kBlock;
       float* out = scores + r * stride;
       if (numbers_.segment_count() == 1 && !numbers_.segment(0).two_bytes)
-        in_widths<4>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), true>(block, page, code, tile, out, stride); });
+        in_widths<4>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), true>(block, page, code, tile, out, stride, ahead); });
       else
-        in_widths<2>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), false>(block, page, code, tile, out, stride); });
+        in_widths<2>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), false>(block, page, code, tile, out, stride, ahead); });
     });
   }
 
@@ -144,7 +145,8 @@ class IntegerKeys {
 
   // The scores of Rows rows with Width tiles of tokens. Narrow: there is one segment, and queries have one byte.
   template <std::size_t Rows, std::size_t Width, bool Narrow>
-  void score_tiles(std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores, std::size_t stride) const {
+  void score_tiles(std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores,
+                   std::size_t stride, Ahead& ahead) const {
     code += 32 * numbers_.all_bits() * tile;
     __m512 sums[Rows][Width];
     const auto start = [&]() KVFOLD_LAMBDA {
@@ -154,7 +156,7 @@ class IntegerKeys {
     };
     if constexpr (!Narrow) start();  // else after the products, which take all registers
     const auto add = [&]<unsigned Bits, bool TwoBytes>(std::size_t index) KVFOLD_LAMBDA {
-      add_segment<Bits, TwoBytes>(index, block, page, code, tile * kTile, sums, [&]() KVFOLD_LAMBDA { if constexpr (Narrow) start(); });
+      add_segment<Bits, TwoBytes>(index, block, page, code, tile * kTile, sums, ahead, [&]() KVFOLD_LAMBDA { if constexpr (Narrow) start(); });
     };
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i) {
       const unsigned bits = numbers_.run(numbers_.segment(i).first).bits;
@@ -181,14 +183,14 @@ class IntegerKeys {
   // Adds what one segment makes of them, after a call of `start`; Bits are those of its first run.
   template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width, typename Start>
   KVFOLD_INLINE void add_segment(std::size_t index, std::size_t block, const Page& page, const std::uint8_t* code, std::size_t token,
-                                 __m512 (&sums)[Rows][Width], Start start) const {
+                                 __m512 (&sums)[Rows][Width], Ahead& ahead, Start start) const {
     const Numbers::Segment& segment = numbers_.segment(index);
-    const std::size_t queries = side_.channel_scale ? block : block % blocks_, ahead = page.ahead();
+    const std::size_t queries = side_.channel_scale ? block : block % blocks_;
     __m512i upper[Rows][Width], lower[Rows][Width];
     clear(upper), clear(lower);
-    products<Bits, TwoBytes>(numbers_.run(segment.first), code, ahead, queries, upper, lower);
+    products<Bits, TwoBytes>(numbers_.run(segment.first), code, queries, upper, lower, ahead);
     if constexpr (Bits == 2)
-      if (segment.count == 2) products<1, TwoBytes>(numbers_.run(segment.first + 1), code, ahead, queries, upper, lower);
+      if (segment.count == 2) products<1, TwoBytes>(numbers_.run(segment.first + 1), code, queries, upper, lower, ahead);
     const Part& own = part(queries, index);
     const float *scale = page.scale() + segment.group * size_ + token, *offset = page.offset() + segment.group * size_ + token;
     const bool scaled = side_.scale, shifted = side_.offset;
@@ -210,13 +212,13 @@ class IntegerKeys {
 
   // Adds the products of one run's codes with upper, and perhaps lower, bytes of the queries.
   template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width>
-  KVFOLD_INLINE void products(const Numbers::Run& run, const std::uint8_t* code, std::size_t ahead, std::size_t block,
-                              __m512i (&upper)[Rows][Width], __m512i (&lower)[Rows][Width]) const {
+  KVFOLD_INLINE void products(const Numbers::Run& run, const std::uint8_t* code, std::size_t block, __m512i (&upper)[Rows][Width],
+                              __m512i (&lower)[Rows][Width], Ahead& ahead) const {
     const std::size_t row_bytes = 32 * numbers_.all_bits(), first = (block * width_ + run.first * kTile) * kBlock;
     const std::uint8_t *at = code + 32 * run.before, *up = bytes(upper_) + first, *low = bytes(lower_) + first;
     const __m512i table = numbers_.table(run.first);
     for (std::size_t left = run.count; left; --left) {
-      for (std::size_t w = 0; w < Width; ++w) ask_for(at + w * row_bytes + ahead, 32 * Bits);
+      ahead.ask<share_of(32 * Bits * Width)>();
       each<kFields>([&](auto f) KVFOLD_LAMBDA {
         __m512i number[Width];
         each<Width>([&](auto w) KVFOLD_LAMBDA { number[w] = tile_numbers<Bits, f()>(at + w * row_bytes, table); });

@@ -29,15 +29,15 @@ class IntegerValues {
   }
 
   // Takes the probabilities, `stride` apart from row to row, of the tokens of one of the pages.
-  void prepare(std::size_t number, const Page& page, std::size_t rows, const float* probabilities, std::size_t stride) {
+  void prepare(std::size_t number, const Page& page, std::size_t rows, const float* probabilities, std::size_t stride, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       for (std::size_t group = 0; group < side_.groups; ++group)
-        round<Rows>(index_of(number, group, r), page, group, probabilities + r * stride, stride);
+        round<Rows>(index_of(number, group, r), page, group, probabilities + r * stride, stride), ahead.ask<24>();
     });
   }
 
   // Adds to sums[r · width + c], width being head_dim padded to whole tiles, what these make of the page's values.
-  void add(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* sums) const {
+  void add(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* sums, Ahead& ahead) const {
     const std::size_t width = numbers_.tiles() * kTile;
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       for (std::size_t i = 0; i < numbers_.run_count(); ++i) {
@@ -46,10 +46,10 @@ class IntegerValues {
         in_widths<4>(run.count, [&](auto many, std::size_t tile) {
           const std::uint8_t* from = code + 2 * size_ * (run.before + run.bits * tile);
           float* to = sums + r * width;
-          if (run.bits == 1) block<1, Rows, many()>(weights, page, from, run.first + tile, to);
-          if (run.bits == 2) block<2, Rows, many()>(weights, page, from, run.first + tile, to);
-          if (run.bits == 3) block<3, Rows, many()>(weights, page, from, run.first + tile, to);
-          if (run.bits == 4) block<4, Rows, many()>(weights, page, from, run.first + tile, to);
+          if (run.bits == 1) block<1, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
+          if (run.bits == 2) block<2, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
+          if (run.bits == 3) block<3, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
+          if (run.bits == 4) block<4, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
         });
       }
     });
@@ -107,14 +107,14 @@ class IntegerValues {
 
   // Rows rows over Width tiles of channels with one codebook.
   template <unsigned Bits, std::size_t Rows, std::size_t Width>
-  void block(std::size_t index, const Page& page, const std::uint8_t* code, std::size_t tile, float* to) const {
-    const std::size_t tile_bytes = 2 * size_ * Bits, ahead = page.ahead(), size = size_;
+  void block(std::size_t index, const Page& page, const std::uint8_t* code, std::size_t tile, float* to, Ahead& ahead) const {
+    const std::size_t tile_bytes = 2 * size_ * Bits, size = size_;
     __m512i sums[Rows][Width];
     clear(sums);
     const __m512i table = numbers_.table(tile);
     const std::uint8_t* weight = bytes(index);
     for (std::size_t t = 0; t < size; t += kTile, code += 32 * Bits, weight += kTile * kBlock) {
-      for (std::size_t w = 0; w < Width; ++w) ask_for(code + w * tile_bytes + ahead, 32 * Bits);
+      ahead.ask<share_of(32 * Bits * Width)>();
       each<kFields>([&](auto f) KVFOLD_LAMBDA {
         __m512i number[Width];
         each<Width>([&](auto w) KVFOLD_LAMBDA { number[w] = tile_numbers<Bits, f()>(code + w * tile_bytes, table); });

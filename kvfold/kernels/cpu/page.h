@@ -1,7 +1,7 @@
 // Pages as floats, in rotated coordinates.
 #pragma once
 
-#include "vectors.h"
+#include "ahead.h"
 
 namespace kvfold::KVFOLD_ISA {
 namespace {
@@ -140,54 +140,60 @@ class Page {
 
   // Takes a page's scales, offsets and centre, and returns where its codes are.
   const std::uint8_t* find(const Sequence& sequence, std::size_t head, std::size_t page) {
-    sequence_ = &sequence, head_ = head, number_ = page;
-    const std::size_t per_token = size_ * side_.groups;
-    // (token, group) to (group, token): a group's scales lie side by side for keys.
-    if (side_.scale && side_.scale_dtype == Dtype::float16)
-      spread(part(static_cast<const std::uint16_t*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_);
-    if (side_.scale && side_.scale_dtype == Dtype::float32)
-      spread(part(static_cast<const float*>(side_.scale), side_.scale_batch, side_.scale_head, per_token), scale_);
-    if (side_.offset) spread(part(side_.offset, side_.scale_batch, side_.scale_head, per_token), offset_);
-    if (side_.centre)
-      from_halves(part(side_.centre, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim, centre_);
-    if (side_.channel_scale)
-      from_halves(part(side_.channel_scale, side_.centre_batch, side_.centre_head, side_.centre_dim), side_.centre_dim,
-                  channel_scale_);
-    if (side_.plain) plain_ = part(side_.plain, side_.plain_batch, side_.plain_head, size_ * side_.plain_dim);
-    const std::uint8_t* code = at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, page);
-    ahead_ = static_cast<std::size_t>(at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, next()) - code);
+    const std::uint8_t* code = nullptr;
+    parts(sequence, head, [&](Part part, auto* first, std::size_t size) {
+      const auto* from = at(first, size, sequence, page);
+      using Number = std::remove_cvref_t<decltype(*from)>;
+      if constexpr (std::is_same_v<Number, std::uint8_t>) {
+        code = from;
+      } else {
+        if (part == Part::scale) spread(from, scale_);
+        if (part == Part::offset) spread(from, offset_);
+      }
+      if constexpr (std::is_same_v<Number, std::uint16_t>) {
+        if (part == Part::centre) from_halves(from, size, centre_);
+        if (part == Part::channel_scale) from_halves(from, size, channel_scale_);
+        if (part == Part::plain) plain_ = from;
+      }
+    });
     return code;
   }
 
-  // Asks memory for the codes of the first of `pages` pages from `first` on, whose turn comes before others ask for them.
-  void expect(const Sequence& sequence, std::size_t head, std::size_t first, std::size_t pages) {
-    sequence_ = &sequence, head_ = head;
-    for (std::size_t page = first; page < first + std::min(kAhead, pages); ++page)
-      ask_for(at(side_.code, side_.code_batch, side_.code_head, side_.page_bytes, page), side_.page_bytes);
+  // Says that pages from `first` on will be found.
+  void expect(Ahead& ahead, const Sequence& sequence, std::size_t head, std::size_t first, std::size_t pages) const {
+    parts(sequence, head, [&](Part, auto* from, std::size_t size) {
+      for (std::size_t page = first; page < first + pages; ++page) ahead.expect(at(from, size, sequence, page), size * sizeof(*from));
+    });
   }
-
-  // Bytes from the codes of the page found last to those that memory is to be asked for meanwhile.
-  std::size_t ahead() const { return ahead_; }
 
  private:
+  enum class Part { code, scale, offset, centre, channel_scale, plain };
+
+  // Calls visit(part, that of the first page, its elements) over the parts of a page.
+  template <typename Visit>
+  void parts(const Sequence& sequence, std::size_t head, Visit visit) const {
+    const std::size_t per_token = size_ * side_.groups, scale = sequence.row * side_.scale_batch + head * side_.scale_head;
+    const std::size_t centre = sequence.row * side_.centre_batch + head * side_.centre_head;
+    if (side_.scale && side_.scale_dtype == Dtype::float16)
+      visit(Part::scale, static_cast<const std::uint16_t*>(side_.scale) + scale, per_token);
+    if (side_.scale && side_.scale_dtype == Dtype::float32)
+      visit(Part::scale, static_cast<const float*>(side_.scale) + scale, per_token);
+    if (side_.offset) visit(Part::offset, side_.offset + scale, per_token);
+    if (side_.centre) visit(Part::centre, side_.centre + centre, side_.centre_dim);
+    if (side_.channel_scale) visit(Part::channel_scale, side_.channel_scale + centre, side_.centre_dim);
+    if (side_.plain)
+      visit(Part::plain, side_.plain + sequence.row * side_.plain_batch + head * side_.plain_head, size_ * side_.plain_dim);
+    visit(Part::code, side_.code + sequence.row * side_.code_batch + head * side_.code_head, side_.page_bytes);
+  }
+
   // Where a part of `size` elements of a page is.
   template <typename Number>
-  const Number* at(const Number* first, std::size_t row, std::size_t head, std::size_t size, std::size_t page) const {
-    first += sequence_->row * row + head_ * head;
-    if (!sequence_->page_at) return first + page * size;
-    return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(first) + sequence_->page_at[page]);
+  static const Number* at(const Number* first, std::size_t size, const Sequence& sequence, std::size_t page) {
+    if (!sequence.page_at) return first + page * size;
+    return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(first) + sequence.page_at[page]);
   }
 
-  // The same for the page that is looked for, asking memory for one that comes later.
-  template <typename Number>
-  const Number* part(const Number* first, std::size_t row, std::size_t head, std::size_t size) const {
-    ask_for(at(first, row, head, size, next()), size);
-    return at(first, row, head, size, number_);
-  }
-
-  // The page that will be read kAhead pages later.
-  std::size_t next() const { return std::min(number_ + kAhead, sequence_->pages - 1); }
-
+  // (token, group) to (group, token): a group's scales lie side by side for keys.
   template <typename Number>
   void spread(const Number* from, float* to) const {
     const std::size_t groups = side_.groups;
@@ -285,10 +291,7 @@ class Page {
   std::size_t width_, size_;
   Buffer scratch_, numbers_;
   float *offset_, *scale_, *centre_, *channel_scale_;  // in `numbers_`
-  const std::uint16_t* plain_ = nullptr;
-  // Of the page found last.
-  const Sequence* sequence_ = nullptr;
-  std::size_t head_ = 0, number_ = 0, ahead_ = 0;
+  const std::uint16_t* plain_ = nullptr;  // of the page found last
 };
 
 }  // namespace

@@ -162,15 +162,6 @@ inline void transpose(Vec (&lines)[kLanes]) {
   exchange<1>(lines), exchange<2>(lines), exchange<4>(lines), exchange<8>(lines);
 }
 
-// Asks memory for `count` numbers that will be read soon: those of the page that is kAhead pages on, while this one is
-// worked on. Always inlined: a compiler that makes it a function of its own finds that it does nothing, and drops the calls.
-constexpr std::size_t kAhead = 4;
-template <typename T>
-KVFOLD_INLINE void ask_for(const T* from, std::size_t count) {
-  const char* at = reinterpret_cast<const char*>(from);
-  for (std::size_t i = 0; i < count * sizeof(T); i += 64) __builtin_prefetch(at + i, 0, 2);
-}
-
 // e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; below -87 next to nothing, or nothing. Not for NaN.
 KVFOLD_INLINE Vec exp_vec(Vec x) {
 #ifdef __AVX512F__
