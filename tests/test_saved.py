@@ -28,6 +28,7 @@ import kvfold
 from kvfold import FoldedCache, Policy
 from kvfold.attention import attend
 from kvfold.cache import saved
+from kvfold.cache.budgets import PromptBudgets
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
 from kvfold.cache.saved import Contents, check, read, write
@@ -304,6 +305,7 @@ class TestFile:
         other = {
             "format": "kvfold-3", "index": 5, "dense_dtype": torch.float32, "window": Window(1, 2, 3),
             "statistics": KeyStatistics(*torch.rand(2, 2, 8)), "frequencies": (1.0, 0.5),
+            "budgets": PromptBudgets({5: "kvfold-3"}),
         }  # fmt: skip
         parameters = inspect.signature(LayerCache).parameters.values()
         given = {p.name: other.get(p.name, True if p.default is False else None) for p in parameters}
@@ -313,6 +315,8 @@ class TestFile:
             own = getattr(loaded, name)
             if isinstance(value, KeyStatistics):
                 own, value = own.importance.tolist(), value.importance.tolist()
+            elif isinstance(value, PromptBudgets):
+                own, value = own.formats, value.formats
             assert own == value, name
 
     def test_ids(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
@@ -447,7 +451,7 @@ def _small_file(path: Path) -> bytes:
     )  # fmt: skip
     model = transformers.Gemma2ForCausalLM(config).eval().bfloat16()
     kvfold.attach(model)
-    cache = FoldedCache(config, policy=Policy("kvfold-2@16", exceptions=[(2, "turboquant-2@16")]))
+    cache = FoldedCache(config, policy=Policy("kvfold-3@16", exceptions=[(2, "turboquant-2@16")]))
     ids, mask = torch.randint(3, 16, (2, 100)), torch.ones(2, 100, dtype=torch.long)
     mask[1, :30] = 0
     model(ids, attention_mask=mask, past_key_values=cache)
@@ -475,7 +479,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="its kind is 'kvfold-calibration-1'"):
             FoldedCache.load(path)
         write(path, KIND, VERSION + 1, Contents())
-        with pytest.raises(ValueError, match=r"of version '3', this kvfold reads version 2: kvfold '[\d.]+' wrote it"):
+        with pytest.raises(ValueError, match=r"of version '4', this kvfold reads version 3: kvfold '[\d.]+' wrote it"):
             FoldedCache.load(path)
         save_file({"weight": torch.zeros(3)}, path, {"kind": KIND, "version": str(VERSION), "data": "{}"})
         with pytest.raises(ValueError, match="it has no checksum"):

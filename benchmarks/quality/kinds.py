@@ -1,9 +1,9 @@
-"""kvfold's formats on several kinds of text, by the prompt's own statistics and by a calibration on technical English.
+"""kvfold's formats on several kinds of text, by the prompt's own first tokens and by a calibration on technical English.
 
 Each passage is read once with a dense cache and once with each folded one, through the real cache and attention.
-The calibration sees the language reference in Python's library, and none of the passages: "calibrated" goes by its
-statistics alone, all layers with as many bits; "budgets" by what it measured of each layer's loss too. The repeated
-text says one sentence over and over. `bits` is what the cache held at the end of a passage, everything counted.
+"prompt" is what a cache does by itself. The calibration sees the language reference in Python's library, and none of
+the passages; it gives both statistics and each layer's loss. The repeated text says one sentence over and over. `bits`
+is what the cache held at the end of a passage, everything counted.
 
     python benchmarks/quality/kinds.py [--passage 4096] [--formats kvfold-4,kvfold-3,kvfold-2] [--json FILE]
 """
@@ -25,7 +25,7 @@ from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, sta
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
 
-BY = ("fitted to the prompt", "calibrated", "budgets")
+BY = ("prompt", "calibrated")
 REPEATED = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         losses = kvfold.measure_losses(
             model, read, statistics, progress=lambda done, total: progress.update(bar, completed=done, total=total)
         )
-        goes_by = dict(zip(BY, (None, statistics, losses), strict=True))
+        goes_by = dict(zip(BY, (None, losses), strict=True))
         task = progress.add_task("reading", total=len(kinds) * args.passages * args.passage * (1 + len(columns)))
         for kind, text in kinds.items():
             ids = tokenizer(text, return_tensors="pt").input_ids
@@ -76,7 +76,7 @@ def main() -> None:
                     "versions": versions(),
                 })  # fmt: skip
     table = Table(title=f"SmolLM2-135M, passages of {args.passage:,} tokens")
-    figures = [f"{figure}, {by}" for by in ("prompt", *BY[1:]) for figure in ("bits", "ΔPPL", "KL")]
+    figures = [f"{figure}, {by}" for by in BY for figure in ("bits", "ΔPPL", "KL")]
     for column in ("text", "dense PPL", "format", *figures):
         table.add_column(column, justify="left" if column in ("text", "format") else "right")
     for same in zip(*(rows[i :: len(BY)] for i in range(len(BY))), strict=True):

@@ -76,7 +76,7 @@ def attend(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
     query = query.detach()
-    new.layer.observe(query, new)
+    new.layer.observe(query, new, scaling)
     out = None
     for group, dense in zip(new.layer.groups, new.dense, strict=True):
         skip = max(group.padding - new.first_column, 0)

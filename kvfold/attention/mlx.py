@@ -75,7 +75,7 @@ def attend(
             f"query has shape {query.shape}: give (batch, heads, n, key_dim) = ({batch}, a multiple of {kv_heads}, "
             f"{new.columns}, {key_dim})"
         )
-    layer.observe(query, new)
+    layer.observe(query, new, scaling)
     until, _ = rows.reach(n, dense, causal=mask is None)
     q = _to_groups(_floats(query) * scaling, kv_heads)
     q_rotated = apply_to_query(rows.keys.form.transform, q)

@@ -4,11 +4,15 @@ Layers differ more than formats do: in SmolLM2 the same two bits for a layer's k
 one layer as in another (docs/quality.md). Folding one side of one layer with b bits costs about a·4^−b, the error's
 power, and small costs add up. So of a fixed sum of bits each goes to where it takes away most: reverse water-filling
 (Cover and Thomas, Elements of Information Theory, 10.3.3), with whole bits.
+
+Costs are a calibration's, all known before the first token (`budgeted`), or the prompt's own, known layer after layer
+as it is read (`PromptBudgets`).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvfold.cache.calibration import Calibration, Loss
@@ -36,34 +40,63 @@ class Item(NamedTuple):
     loss: Loss
 
 
-def spread(items: Mapping[Side, Item]) -> dict[Side, int]:
+class Share(NamedTuple):
+    """What one layer got: costs of its keys and values, if known, and bits of those that are of kvfold's family."""
+
+    costs: tuple[float, ...]
+    bits: dict[int, int]
+
+
+def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
     """Bits of each side, within `REACH` of its own and from 1 to 8, with no larger sum over all numbers held.
 
     Costs fall by three quarters with each bit, so taking the best step first is best in the end when all sides hold
     as many numbers.
+
+    Parameters
+    ----------
+    items
+        The sides.
+    spare
+        Bits that others left over, counted as the sum is: bits times numbers of a token.
     """
     bits = {side: max(1, item.bits - REACH) for side, item in items.items()}
-    left = sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
+    left = spare + sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
 
-    def gain(side: Side) -> tuple[float, int]:
-        """What one bit more takes away; of equals the side that is furthest below its own bits."""
+    def step(place: int, side: Side) -> tuple[float, int, int, Side]:
+        """Comes before others if one bit more takes away more; of equals the side that is furthest below its own."""
         base, loss = items[side]
-        return max(loss.kl, 0.0) * 4.0 ** -bits[side] / loss.channels, base - bits[side]
+        return -max(loss.kl, 0.0) * 4.0 ** -bits[side] / loss.channels, bits[side] - base, place, side
 
-    while True:
-        able = [
-            side for side, item in items.items()
-            if bits[side] < min(8, item.bits + REACH) and item.loss.channels <= left
-        ]  # fmt: skip
-        if not able:
-            return bits
-        best = max(able, key=gain)
-        bits[best] += 1
-        left -= items[best].loss.channels
+    steps = [step(place, side) for place, side in enumerate(items)]
+    heapify(steps)
+    while steps:
+        *_, place, side = heappop(steps)
+        channels = items[side].loss.channels
+        if bits[side] < min(8, items[side].bits + REACH) and channels <= left:
+            bits[side] += 1
+            left -= channels
+            heappush(steps, step(place, side))
+    return bits
+
+
+def bits_in(names: str) -> dict[int, int]:
+    """Bits in the names of a layer's formats, of keys (0) and values (1); of kvfold's family, others have no
+    neighbours."""
+    found = enumerate(_FAMILY.fullmatch(PRESETS.get(name, name)) for name in check_names(names))
+    return {number: int(match[1]) for number, match in found if match}
+
+
+def with_bits(names: str, bits: Mapping[int, int]) -> str:
+    """The names of a layer's formats, "both" or "keys:values", with these bits in the place of `bits_in`'s."""
+    pair = [PRESETS.get(name, name) for name in check_names(names)]
+    for number, own in bits.items():
+        pair[number] = f"kvfold-{own}" + pair[number][len("kvfold-0") :]
+    return ":".join(dict.fromkeys(pair))
 
 
 def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -> Policy:
-    """The policy with the bits of its kvfold formats where layers ask for them.
+    """The policy with the bits of its kvfold formats where layers ask for them, by a calibration's losses.
 
     Parameters
     ----------
@@ -74,26 +107,107 @@ def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -
     num_layers
         Of the model.
     """
-    if calibration is None or not calibration.losses:
+    if calibration is None or not policy.budgets:
         return policy
-    named = {index % num_layers for index, _ in policy.exceptions if -num_layers <= index < num_layers}
-    pairs: dict[int, tuple[str, str]] = {}
-    items, suffix = {}, {}
+    names, items = {}, {}
     for layer, losses in calibration.losses.items():
         format = policy.format_of(layer, num_layers)
-        if format is None or layer in named:
+        if format is None or policy.is_exception(layer, num_layers):
             continue
-        pairs[layer] = check_names(format)
+        names[layer] = format
         for number, loss in enumerate(losses):
-            name = pairs[layer][number]
-            if match := _FAMILY.fullmatch(PRESETS.get(name, name)):
-                side = Side(layer, number)
-                items[side], suffix[side] = Item(int(match[1]), loss), match[2] or ""
+            if number in (asked := bits_in(format)):
+                items[Side(layer, number)] = Item(asked[number], loss)
+    by_layer: dict[int, dict[int, int]] = {}
     for side, bits in spread(items).items():
-        keys, values = pairs[side.layer]
-        name = f"kvfold-{bits}{suffix[side]}"
-        one = len(calibration.losses[side.layer]) == 1 and keys == values  # a latent is both
-        pairs[side.layer] = (name, name) if one else (name, values) if side.number == 0 else (keys, name)
-    own = sorted({side.layer for side in items})
-    exceptions = [(layer, ":".join(dict.fromkeys(pairs[layer]))) for layer in own]
-    return replace(policy, exceptions=(*policy.exceptions, *exceptions))
+        by_layer.setdefault(side.layer, {})[side.number] = bits
+    exceptions = []
+    for layer, own in by_layer.items():
+        keys, values = check_names(names[layer])
+        if len(calibration.losses[layer]) == 1 and keys == values:  # a latent is both
+            own[1] = own[0]
+        exceptions.append((layer, with_bits(names[layer], own)))
+    return replace(policy, exceptions=(*policy.exceptions, *exceptions)) if exceptions else policy
+
+
+class PromptBudgets:
+    """Bits of a cache's layers by what a sequence's first tokens tell, decided layer after layer.
+
+    When a layer has read the first tokens, it and the layers before are known. Those to come are taken to be like them:
+    their costs are quantiles of the known ones. The bits that are left over are spread among this layer and those, this
+    one's are its own for good, and where all layers have as many heads the sum is kept.
+
+    Parameters
+    ----------
+    formats
+        Names of the formats of the layers that take part, by index. Sides of other families than kvfold's keep theirs.
+
+    Attributes
+    ----------
+    formats
+        They.
+    shares
+        What layers got last, by the padding of the sequences that it was for, and by index. All layers are decided in
+        the same forward pass, one after the other, so those before a layer always are of its own pass.
+    """
+
+    def __init__(self, formats: Mapping[int, str]) -> None:
+        self.formats = dict(sorted(formats.items()))
+        self.shares: dict[int, dict[int, Share]] = {}
+        self._asked = {Side(i, n): bits for i, names in self.formats.items() for n, bits in bits_in(names).items()}
+
+    def decide(self, layer: int, padding: int, costs: Sequence[float] | None, channels: Sequence[int]) -> str:
+        """Names of the formats of a layer with the bits that it gets.
+
+        Parameters
+        ----------
+        layer
+            Its index.
+        padding
+            Of the sequences.
+        costs
+            What folding its keys, and its values, costs: of one unit and one number of bits for all sides. None: not
+            known, so it gets the bits of its format.
+        channels
+            Numbers that a token has in each: KV heads times coordinates.
+        """
+        shares = self.shares.setdefault(padding, {})
+        own = {side: asked for side, asked in self._asked.items() if side.layer == layer}
+        bits = own
+        if costs is not None:
+            before = {side: shares[side.layer] for side in self._asked if side.layer < layer and side.layer in shares}
+            known = [share.costs[side.number] for side, share in before.items() if share.costs]
+            known = sorted((*known, *(costs[side.number] for side in own)))
+            to_come = [side for side in self._asked if side.layer > layer]
+            expected = {side: costs[side.number] for side in own}
+            for i, side in enumerate(to_come):
+                expected[side] = known[(2 * i + 1) * len(known) // (2 * len(to_come))]
+            spare = sum(
+                (self._asked[side] - share.bits[side.number]) * channels[side.number] for side, share in before.items()
+            )
+            bits = spread(
+                {side: Item(self._asked[side], Loss(cost, channels[side.number])) for side, cost in expected.items()},
+                spare,
+            )
+        shares[layer] = Share(tuple(costs or ()), {side.number: bits[side] for side in own})
+        return with_bits(self.formats[layer], shares[layer].bits)
+
+
+def prompt_budgets(
+    policy: Policy, calibration: Calibration | None, num_layers: int, folding: Iterable[int]
+) -> PromptBudgets | None:
+    """What gives bits to those of the `folding` layers that the policy has no exception for; None if there are none.
+
+    With a calibration there are none: layers are fitted before the first token. Nor are there where keys are of another
+    family than kvfold's: those fold token by token, from the first on.
+    """
+    if not policy.budgets or calibration is not None:
+        return None
+    formats = {}
+    for layer in folding:
+        names = policy.format_of(layer, num_layers)
+        if names is None or policy.is_exception(layer, num_layers):
+            continue
+        if 0 in bits_in(names):
+            formats[layer] = names
+    return PromptBudgets(formats) if formats else None

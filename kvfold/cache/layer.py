@@ -1,13 +1,15 @@
 """The folded cache of one layer: a batch of sequences, each folded as if it were alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import isfinite
 
 import torch
 from torch import Tensor
 
+from kvfold.cache.budgets import REACH, PromptBudgets, bits_in, with_bits
+from kvfold.cache.prompt_costs import count_looked_at, far_errors
 from kvfold.cache.rows import LOOKED_AT_ONCE, FoldedRows, RowsState
 from kvfold.cache.saved import FLOATS, Contents
 from kvfold.cache.saved_rows import rows_from_saved, rows_to_saved
@@ -43,6 +45,14 @@ class RowGroup:
     def count(self) -> int:
         """How many rows."""
         return len(self.batch_rows)
+
+    @property
+    def bits(self) -> dict[int, int] | None:
+        """Bits of keys (0) and values (1), if the first tokens gave them; None if not, or not yet."""
+        formats = self.rows.formats
+        if formats.awaits_bits or not self.rows.unfitted.awaits_bits:
+            return None
+        return {0: formats.keys.bits, 1: formats.values.bits}
 
     def own(self, columns: Tensor, first: int) -> Tensor:
         """These rows' tokens among batch columns (batch, heads, n, …) that start at column `first`."""
@@ -112,6 +122,9 @@ class LayerCache:
         Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
     sharpen
         Whether attention scales scores as the keys' format says (`Format.sharpness`).
+    budgets
+        What gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format.
+        Rows of a batch with as much padding share them.
 
     Attributes
     ----------
@@ -136,6 +149,7 @@ class LayerCache:
         frequencies: tuple[float, ...] | None = None,
         values_of_keys: bool = False,
         sharpen: bool = False,
+        budgets: PromptBudgets | None = None,
     ) -> None:
         self.format = format
         self.index = index
@@ -145,6 +159,7 @@ class LayerCache:
         self.frequencies = frequencies
         self.values_of_keys = values_of_keys
         self.sharpen = sharpen
+        self.budgets = budgets
         self.keeps_queries = 0
         self.clear()
 
@@ -244,7 +259,7 @@ class LayerCache:
             self._like = tuple(x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (key, value))  # type: ignore[assignment]
         return dense
 
-    def observe(self, query: Tensor | None, new: Appended) -> None:
+    def observe(self, query: Tensor | None, new: Appended, scaling: float | None = None) -> None:
         """Show the queries of the tokens just appended to formats that go by them; then attention may read.
 
         Only the first call for `new` counts. A call that fails does not take the tokens back, as `append` would:
@@ -254,6 +269,8 @@ class LayerCache:
         ----------
         query
             (batch, heads, n, key_dim) for the n columns of `new`; None if they are not known.
+        scaling
+            Factor on scores; None: key_dim^−½.
 
         Raises
         ------
@@ -276,7 +293,7 @@ class LayerCache:
             own = None if query is None else group.own(query, new.first_column)
             n = new.columns - max(group.padding - new.first_column, 0)
             try:
-                group.rows.observe(own, n)
+                group.rows.observe(own, n, partial(self._allot, group.padding, scaling))
             except ValueError as error:
                 raise ValueError(f"layer {self.index}: {error}") from None
 
@@ -290,13 +307,37 @@ class LayerCache:
                 f"{kv_heads}, {new.columns}, {key_dim})"
             )
 
+    @property
+    def folded_as(self) -> str:
+        """Names of the formats that pages of the longest rows are folded with, "both" or "keys:values"."""
+        longest = min(self.groups, key=lambda group: group.padding, default=None)
+        if longest is None or longest.bits is None:
+            return self.format
+        return with_bits(self.format, {number: longest.bits[number] for number in bits_in(self.format)})
+
+    def _allot(
+        self, padding: int, scaling: float | None, queries: Tensor | None, key: Tensor, value: Tensor
+    ) -> FormatPair:
+        """The formats, not fitted, with bits by the first tokens of the rows with this padding."""
+        assert self.budgets is not None
+        assert self._formats is not None
+        window, costs = self._formats.window, None
+        if queries is not None and queries.shape[2] == count_looked_at(key.shape[2], window.sinks):
+            costs = far_errors(queries, key, value, window, scaling)
+        names = self.budgets.decide(self.index, padding, costs, [x.shape[1] * x.shape[3] for x in (key, value)])
+        return self._formats_named(names, key.shape[3], value.shape[3])
+
     def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
-        """This layer's formats, not fitted."""
-        pair = get_formats(self.format, key_dim, value_dim, self.window, values_of_keys=self.values_of_keys)
+        """The formats that each sequence starts with: not fitted, and without bits of a share."""
+        pair = self._formats_named(self.format, key_dim, value_dim)
+        return pair if self.budgets is None else replace(pair, awaits_bits=True)
+
+    def _formats_named(self, names: str, key_dim: int, value_dim: int) -> FormatPair:
+        pair = get_formats(names, key_dim, value_dim, self.window, values_of_keys=self.values_of_keys)
         if self.sharpen and pair.keys.sharpness(torch.ones(1)) is None:
             raise ValueError(
-                f"sharpen = True, but there is no rule for keys of {key_dim} in {self.format!r}: it is for tbq and "
-                "tbqp keys of 64 or 256"
+                f"sharpen = True, but there is no rule for keys of {key_dim} in {names!r}: it is for tbq and tbqp keys "
+                "of 64 or 256"
             )
         return pair.at(self.index, self.frequencies)
 
@@ -462,6 +503,7 @@ class LayerCache:
         saved = Contents(
             {
                 "format": self.format,
+                "budgets": self.budgets is not None,
                 "dense_dtype": None if self.dense_dtype is None else _name(self.dense_dtype),
                 "window": None if window is None else [window.sinks, window.recent, window.undo],
                 "calibrated": statistics is not None,
@@ -479,6 +521,7 @@ class LayerCache:
         for number, group in enumerate(self.groups):
             part = rows_to_saved(group.rows)
             part.data |= {"batch_rows": group.batch_rows.tolist(), "padding": group.padding}
+            part.data["bits"] = None if group.bits is None else [group.bits[n] for n in bits_in(self.format)]
             saved.put(f"group{number}", part)
         return saved
 
@@ -507,9 +550,10 @@ class LayerCache:
             if any(type(f) is not float or not isfinite(f) for f in frequencies):
                 raise ValueError(f"{saved.where}frequencies are no finite numbers")
         values_of_keys = saved.take("values_of_keys", bool)
-        layer = cls(
-            format, index, dense_dtype, window, statistics, frequencies, values_of_keys, saved.take("sharpen", bool)
-        )
+        sharpen = saved.take("sharpen", bool)
+        layer = cls(format, index, dense_dtype, window, statistics, frequencies, values_of_keys, sharpen)
+        if saved.take("budgets", bool):
+            layer.budgets = PromptBudgets({index: format})
         layer.columns = saved.number("columns")
         groups = saved.number("groups")
         if saved.lacks("shape"):
@@ -531,8 +575,6 @@ class LayerCache:
             raise ValueError(f"{saved.where}format is {self.format!r}, with pages of over {LARGEST_SAVED_PAGE} tokens")
         key, value = (torch.empty(batch, kv_heads, 0, dim, dtype=dtype) for dim in (key_dim, value_dim))
         self._like, self._formats = (key, value), self._fitted(unfitted, key)
-        formats = (unfitted.keys, unfitted.values)[: 1 if unfitted.shares_pages else 2]
-        page = [fmt.fold_from(torch.zeros(1, 1, fmt.page_size, fmt.head_dim)) for fmt in formats]
         taken: set[int] = set()
         for number in range(groups):
             part = saved.part(f"group{number}")
@@ -541,9 +583,25 @@ class LayerCache:
             if not own or len({*own} - taken) < len(own):
                 raise ValueError(f"{part.where}batch_rows name no row, or one twice")
             taken.update(own)
-            like = (key[: len(own)], value[: len(own)])
-            rows = rows_from_saved(part, self._formats, like, self.columns - padding, page)
+            like, folds = (key[: len(own)], value[: len(own)]), self._formats
+            if not part.lacks("bits"):
+                folds = self._formats_named(self._names_of(part), key_dim, value_dim)
+            rows = rows_from_saved(part, self._formats, folds, like, self.columns - padding)
             self.groups.append(RowGroup(torch.tensor(own), padding, rows))
+
+    def _names_of(self, saved: Contents) -> str:
+        """Names of the formats that rows fold with, whose bits are taken out of `saved`.
+
+        Raises
+        ------
+        ValueError
+            If they cannot be what the first tokens gave this layer.
+        """
+        asked = bits_in(self.format)
+        bits = dict(zip(asked, saved.numbers("bits", len(asked), 1, 8), strict=True))
+        if self.budgets is None or any(abs(bits[number] - own) > REACH for number, own in asked.items()):
+            raise ValueError(f"{saved.where}bits are {[*bits.values()]}, which no tokens give {self.format!r}")
+        return with_bits(self.format, bits)
 
     # Reading
 
@@ -597,6 +655,7 @@ class LayerCache:
                 group.rows.sinks,
                 group.rows.tail,
                 group.rows.query_energy,
+                group.rows.queries,
                 group.rows.positions,
                 *group.rows.pages(),
                 self.newest_queries,

@@ -7,17 +7,19 @@ Pages are folded by the format itself, on the CPU, whose memory an Apple GPU sha
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvfold.cache.layer import Appended, LayerCache, RowGroup
+from kvfold.cache.prompt_costs import looked_at
 from kvfold.cache.report import held_bytes, walk_tensors
-from kvfold.cache.rows import FoldedRows
+from kvfold.cache.rows import Allot, FoldedRows
 from kvfold.cache.saved import Contents
 from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore
-from kvfold.formats import FormatPair, KeyStatistics
+from kvfold.formats import FormatPair
 from kvfold.formats.page import Pages
 from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.arrays import DTYPES, copies_of, table, to_mlx, to_torch
@@ -108,6 +110,7 @@ class ArrayRows(FoldedRows):
         own.sinks = None if sinks is None else (to_mlx(sinks.key), to_mlx(sinks.value))
         own.tail = None if tail is None else (to_mlx(tail.key), to_mlx(tail.value))
         own.query_energy = None if rows.query_energy is None else to_mlx(rows.query_energy)
+        own.queries = None if rows.queries is None else to_mlx(rows.queries)
         for store, held in zip(own.stores, rows.stores, strict=True):
             if held.count:
                 store.append(held.pages())
@@ -180,7 +183,7 @@ class ArrayRows(FoldedRows):
         self._looked = 0
         return super()._fold(formats, *tensors, slot)
 
-    def observe(self, query: mx.array, n: int) -> None:
+    def observe(self, query: mx.array, n: int, allot: Allot | None = None) -> None:
         """As `FoldedRows.observe`; statistics are computed when the format is fitted."""
         if self.tail is None or not self.awaits_queries:
             return
@@ -190,23 +193,22 @@ class ArrayRows(FoldedRows):
         energy = mx.square(own.astype(mx.float32)).reshape(shared)
         energy = energy.mean(2).astype(mx.bfloat16)
         seen = energy if self.query_energy is None else mx.concatenate((self.query_energy, energy), 2)
+        if self.unfitted.awaits_bits:
+            some = query[:, :, looked_at(first, self.window.sinks, self.fit_tokens)].astype(mx.bfloat16)
+            self.queries = some if self.queries is None else mx.concatenate((self.queries, some), 2)
         if self.length >= self.fit_tokens and self.formats.awaits_fit:
             tail = self.tail_span()
             assert tail is not None
-            tokens, queries = self.fit_tokens - tail.start, to_torch(seen)
-            if not queries.isfinite().all():
+            energies, queries = to_torch(seen), None if self.queries is None else to_torch(self.queries)
+            if not energies.isfinite().all():
                 raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
-            fitted = []
-            for fmt, x, read in (
-                (self.formats.keys, tail.key, queries),
-                (self.formats.values, tail.value, queries[:, :, :0]),
-            ):
-                about = KeyStatistics.of(to_torch(x[:, :, :tokens]), read, self.page_size)
-                fitted.append(fmt.fitted(about) if fmt.awaits_fit else fmt)
-            self._fold_into_stores(tail, self.formats.with_formats(*fitted))
+            key, value = (to_torch(x) for x in (tail.key, tail.value))
+            if self.sinks is not None:
+                key, value = (torch.cat((to_torch(s), x), 2) for s, x in zip(self.sinks, (key, value), strict=True))
+            self._fold_into_stores(tail, self._fitted(key, value, energies, queries, allot))
             self._drop_folded(tail)
-        # A crop that leaves no trace may go back behind the fit.
-        self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
+        self.query_energy = seen
+        self._forget_queries()
 
     def crop(self, length: int) -> int:
         lost = super().crop(length)
@@ -258,6 +260,7 @@ class ArrayLayer(LayerCache):
         if layer.values_of_keys or layer.sharpen:
             raise ValueError("the cache shares values with keys or sharpens scores, which MLX caches do not")
         own = cls(layer.format, layer.index, layer.dense_dtype, layer.window, layer.statistics, layer.frequencies)
+        own.budgets = layer.budgets
         own.columns, own._formats, own._like = layer.columns, layer._formats, layer._like
         if layer.groups:
             assert layer._like is not None
@@ -334,13 +337,13 @@ class ArrayLayer(LayerCache):
             if self._stored(new) != held.dtype:
                 raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
 
-    def observe(self, query: mx.array, new: Appended) -> None:
+    def observe(self, query: mx.array, new: Appended, scaling: float | None = None) -> None:
         """Show the queries of the tokens just appended to formats that go by them, as `LayerCache.observe`."""
         if new.observed:
             return
         new.observed = True
         try:
-            self.rows.observe(query, new.columns)
+            self.rows.observe(query, new.columns, partial(self._allot, 0, scaling))
         except ValueError as error:
             raise ValueError(f"layer {self.index}: {error}") from None
 

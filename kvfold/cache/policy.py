@@ -24,6 +24,9 @@ class Policy:
     window
         What stays dense in folded layers, in the place of what their formats say; tokens then fold by
         whole pages.
+    budgets
+        Whether layers get bits of their own in kvfold's formats, of the same sum: by what a calibration says of them,
+        or else by what the prompt's first tokens do (docs/quality.md). Layers with an exception keep what that says.
     """
 
     format: str
@@ -31,6 +34,7 @@ class Policy:
     dense_last: int = 0
     exceptions: Sequence[tuple[int, str]] = ()
     window: Window | None = None
+    budgets: bool = True
 
     def __post_init__(self) -> None:
         for name in ("dense_first", "dense_last"):
@@ -39,6 +43,10 @@ class Policy:
         for format in (self.format, *(format for _, format in self.exceptions)):
             if format != "dense":
                 check_names(format)
+
+    def is_exception(self, layer: int, num_layers: int) -> bool:
+        """Whether layer `layer` has an exception."""
+        return any(index % num_layers == layer for index, _ in self.exceptions if -num_layers <= index < num_layers)
 
     def format_of(self, layer: int, num_layers: int) -> str | None:
         """The format of layer `layer`, or None if it stays dense."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.compaction import fill_holes, fold_again, in_order, move_pages, move_tokens
+from kvfold.cache.prompt_costs import count_looked_at, looked_at
 from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.formats import FormatPair, KeyStatistics
@@ -37,6 +38,8 @@ LOOKED_AT_ONCE = {"cpu"}
 """Devices where each token is looked at for NaN and infinities as it comes. Elsewhere to look means to wait for the
 device, so what comes token by token is looked at a page at a time; until then attention over it gives NaN."""
 
+Allot = Callable[[Tensor | None, Tensor, Tensor], FormatPair]
+"""Gives formats that await bits theirs, by `FoldedRows.queries` of the first tokens, and by their keys and values."""
 
 # By folded keys: so no memory outlives the pages that it belongs to.
 _TOKEN_FOLDERS: WeakKeyDictionary[Pages, tuple[FormatPair, Pages | None, TokenFolder | None]] = WeakKeyDictionary()
@@ -77,6 +80,7 @@ class RowsState:
     tail_start: int
     formats: FormatPair
     query_energy: Tensor | None
+    queries: Tensor | None
 
 
 class FoldedRows:
@@ -107,6 +111,8 @@ class FoldedRows:
     query_energy
         q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch,
         kv_heads, tokens, key_dim). Kept until the format is fitted for good.
+    queries
+        Some of those queries themselves (`prompt_costs.looked_at`), kept as long, if the formats await bits by them.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int) -> None:
@@ -135,6 +141,7 @@ class FoldedRows:
         self.tail_start = self.window.sinks
         self.fit_tokens = formats.fit_tokens
         self.query_energy: Tensor | None = None
+        self.queries: Tensor | None = None
         self._looked = -1  # pages that were looked at (`look`); -1: not even sinks
 
     # What is where
@@ -364,7 +371,7 @@ class FoldedRows:
         self.length += pending.key.shape[2]
         return dense
 
-    def observe(self, query: Tensor | None, n: int) -> None:
+    def observe(self, query: Tensor | None, n: int, allot: Allot | None = None) -> None:
         """Let a format that awaits statistics see the queries of the newest tokens.
 
         With the last of the first `fit_tokens` it is fitted, and what is ripe folds.
@@ -376,6 +383,8 @@ class FoldedRows:
             counts all channels as read alike.
         n
             How many tokens were appended last.
+        allot
+            Gives formats that await bits theirs.
         """
         if self.tail is None or not self.awaits_queries:
             return
@@ -387,6 +396,9 @@ class FoldedRows:
             energy = torch.ones(*key.shape[:2], seen_now, key.shape[-1], dtype=torch.bfloat16, device=key.device)
         else:
             energy = query[:, :, own].float().square().unflatten(1, (self.kv_heads, -1)).mean(2).bfloat16()
+            if self.unfitted.awaits_bits:
+                some = query[:, :, looked_at(first, self.window.sinks, self.fit_tokens)].bfloat16()
+                self.queries = some if self.queries is None else torch.cat((self.queries, some), 2)
         seen = energy if self.query_energy is None else torch.cat((self.query_energy, energy), 2)
         if self.length < self.fit_tokens:
             self.query_energy = seen
@@ -394,13 +406,9 @@ class FoldedRows:
         if self.formats.awaits_fit:
             tail = self.tail_span()
             assert tail is not None
-            fitted = []
-            first = self.fit_tokens - tail.start
-            for fmt, x in ((self.formats.keys, tail.key), (self.formats.values, tail.value)):
-                queries = seen if x is tail.key else seen[:, :, :0]
-                statistics = KeyStatistics.of(x[:, :, :first], queries, self.page_size)
-                fitted.append(fmt.fitted(statistics) if fmt.awaits_fit else fmt)
-            formats = self.formats.with_formats(*fitted)
+            spans = [span for span in (self.sink_span(), tail) if span is not None]
+            key, value = (torch.cat(each, 2) for each in zip(*((span.key, span.value) for span in spans), strict=True))
+            formats = self._fitted(key, value, seen, self.queries, allot)
             pages = self._fold_ripe(tail, formats)
             # Nothing below fails.
             self.set_formats(formats)
@@ -408,8 +416,28 @@ class FoldedRows:
                 for store, folded in zip(self.stores, pages, strict=True):
                     store.append(folded)
             self._keep_tail(tail, 0)
-        # A crop that leaves no trace may go back behind the fit.
-        self.query_energy = seen if self.length < self.fit_tokens + self.window.undo else None
+        self.query_energy = seen
+        self._forget_queries()
+
+    def _fitted(
+        self, key: Tensor, value: Tensor, energy: Tensor, queries: Tensor | None, allot: Allot | None
+    ) -> FormatPair:
+        """Formats by the first `fit_tokens` of these dense tokens, whose energies and queries are those held."""
+        key, value = key[:, :, : self.fit_tokens], value[:, :, : self.fit_tokens]
+        formats = self.formats
+        if formats.awaits_bits:
+            assert allot is not None
+            formats = allot(queries, key, value)
+        fitted = []
+        for fmt, x, read in ((formats.keys, key, energy), (formats.values, value, energy[:, :, :0])):
+            about = KeyStatistics.of(x[:, :, self.window.sinks :], read, self.page_size)
+            fitted.append(fmt.fitted(about) if fmt.awaits_fit else fmt)
+        return formats.with_formats(*fitted)
+
+    def _forget_queries(self) -> None:
+        """Let go of queries once no crop that leaves no trace can go back behind the fit."""
+        if self.length >= self.fit_tokens + self.window.undo:
+            self.query_energy = self.queries = None
 
     def set_formats(self, formats: FormatPair) -> None:
         """Fold and read by these from now on; they must read what is held as it was folded."""
@@ -484,8 +512,9 @@ class FoldedRows:
     def state(self) -> "RowsState":
         """What `restore` needs to forget all later tokens, without copies."""
         return RowsState(
-            self.length, self.keys.count, self.sinks, self.tail, self.tail_start, self.formats, self.query_energy
-        )
+            self.length, self.keys.count, self.sinks, self.tail, self.tail_start, self.formats, self.query_energy,
+            self.queries,
+        )  # fmt: skip
 
     def restore(self, state: "RowsState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
@@ -498,7 +527,7 @@ class FoldedRows:
                 store.truncate(state.pages)
         self.length, self.sinks, self.tail, self.tail_start = state.length, state.sinks, state.tail, state.tail_start
         self.set_formats(state.formats)
-        self.query_energy = state.query_energy
+        self.query_energy, self.queries = state.query_energy, state.queries
 
     # Evicting
 
@@ -620,6 +649,8 @@ class FoldedRows:
             store.truncate(min(whole, store.count))
         if self.query_energy is not None:  # not fitted for good
             self.query_energy = self.query_energy[:, :, : max(length - sinks, 0)]
+            if self.queries is not None:
+                self.queries = self.queries[:, :, : count_looked_at(length, sinks)]
             if length < self.fit_tokens:
                 self.set_formats(self.unfitted)
         self.length = length
@@ -659,6 +690,8 @@ class FoldedRows:
             self.tail = self._beside(fn(self.tail[0]), partial(fn, self.tail[1]))
         if self.query_energy is not None:
             self.query_energy = fn(self.query_energy)
+        if self.queries is not None:
+            self.queries = fn(self.queries)
 
     def _beside(self, key: Tensor, value: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Dense keys, and their values: what `value` makes, or a view of the keys."""

@@ -5,22 +5,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvfold.cache.prompt_costs import count_looked_at
 from kvfold.cache.rows import FoldedRows, tail_capacity
 from kvfold.cache.saved import Contents
 from kvfold.formats import FormatPair, KeyStatistics
-from kvfold.formats.page import Pages
 
 
 def rows_to_saved(rows: FoldedRows) -> Contents:
     """What rows hold, without unused capacity."""
     fitted = rows.unfitted.awaits_fit and not rows.formats.awaits_fit
-    queries = None if rows.query_energy is None else rows.query_energy.shape[2]
+    seen, looked_at = (None if x is None else x.shape[2] for x in (rows.query_energy, rows.queries))
     saved = Contents(
         {
             "pages": rows.keys.count,
             "tail_start": rows.tail_start,
             "fitted": fitted,
-            "queries": queries,
+            "queries": seen,
+            "looked_at": looked_at,
             "evicted": rows.evicted,
             "positions": None if rows.positions is None else rows.positions.shape[-1],
         }
@@ -37,15 +38,22 @@ def rows_to_saved(rows: FoldedRows) -> Contents:
             saved.tensors |= {f"{name}.{part}": tensor for part, tensor in store.pages().tensors()}
     if rows.query_energy is not None:
         saved.tensors["query_energy"] = rows.query_energy
+    if rows.queries is not None:
+        saved.tensors["queries"] = rows.queries
     if fitted:
         for name in ("keys", "values"):
             fmt, before = getattr(rows.formats, name), getattr(rows.unfitted, name)
-            saved.put(f"{name}_fit", Contents({}, fmt.fit_tables() if before.awaits_fit else {}))
+            own = before.awaits_fit or rows.unfitted.awaits_bits  # and not a calibration's
+            saved.put(f"{name}_fit", Contents({}, fmt.fit_tables() if own else {}))
     return saved
 
 
 def rows_from_saved(
-    saved: Contents, formats: FormatPair, like: tuple[Tensor, Tensor], length: int, page: list[Pages]
+    saved: Contents,
+    formats: FormatPair,
+    folds: FormatPair,
+    like: tuple[Tensor, Tensor],
+    length: int,
 ) -> FoldedRows:
     """The rows that `rows_to_saved` told of.
 
@@ -55,12 +63,12 @@ def rows_from_saved(
         What it gave; all of it is taken out.
     formats
         The formats that the rows started with.
+    folds
+        Those that pages are folded with, not fitted: others, if the rows were given bits.
     like
         Empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays dense.
     length
         Tokens that came to each row.
-    page
-        One page of one head for each of `stores`, for the shapes and dtypes of its tensors.
 
     Raises
     ------
@@ -80,7 +88,9 @@ def rows_from_saved(
         raise ValueError(f"{saved.where}evicted is {rows.evicted}, but there are no positions")
     if saved.take("fitted", bool):
         fitted = []
-        for name, fmt in (("keys_fit", formats.keys), ("values_fit", formats.values)):
+        if folds.awaits_bits:
+            raise ValueError(f"{saved.where}fitted is True, but bits are missing")
+        for name, fmt in (("keys_fit", folds.keys), ("values_fit", folds.values)):
             part, tables = saved.part(name), {}
             if fmt.awaits_fit:
                 x = torch.zeros(1, kv_heads, 1, fmt.head_dim)
@@ -90,14 +100,24 @@ def rows_from_saved(
             fitted.append(fmt.with_fit_tables(tables) if tables else fmt)
         if not formats.awaits_fit:
             raise ValueError(f"{saved.where}fitted is True, which this format never is")
-        rows.set_formats(formats.with_formats(*fitted))
+        rows.set_formats(folds.with_formats(*fitted))
     if not saved.lacks("queries"):
         most = max(min(length, rows.fit_tokens) - rows.window.sinks, 0) if formats.awaits_fit else -1
         shape = (batch, kv_heads, saved.number("queries", 0, most), rows.key_dim)
         rows.query_energy = saved.tensor("query_energy", [torch.bfloat16], shape)
+    if not saved.lacks("looked_at"):
+        most = count_looked_at(min(length, rows.fit_tokens), rows.window.sinks) if formats.awaits_bits else -1
+        count = saved.number("looked_at", 0, most)
+        rows.queries = saved.tensor("queries", [torch.bfloat16], (batch, None, count, rows.key_dim))
+        if not rows.queries.shape[1] or rows.queries.shape[1] % kv_heads:
+            raise ValueError(f"{saved.where}queries are of {rows.queries.shape[1]} heads, keys of {kv_heads}")
 
     sides = ("keys", "values")[: rows.sides]
     count = saved.number("pages")
+    page = [
+        fmt.fold_from(torch.zeros(1, kv_heads, fmt.page_size, fmt.head_dim))
+        for fmt in (folds.keys, folds.values)[: rows.sides]
+    ]
     rows.tail_start = saved.number("tail_start")
     _check_layout(rows, count, after, saved.where)
 

@@ -21,11 +21,13 @@ class FormatPair:
     values: Format
     own_window: Window | None = None
     """A window in the place of the formats' own; tokens then fold by whole pages."""
+    awaits_bits: bool = False
+    """Whether a prompt's first tokens are yet to say how many bits keys, and values, get."""
 
     @cached_property
     def awaits_fit(self) -> bool:
         """Whether a format must see statistics before it folds."""
-        return self.keys.awaits_fit or self.values.awaits_fit
+        return self.awaits_bits or self.keys.awaits_fit or self.values.awaits_fit
 
     @property
     def fit_tokens(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 
-from kvfold.cache.budgets import budgeted
+from kvfold.cache.budgets import budgeted, prompt_budgets
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
@@ -24,7 +24,7 @@ from kvfold.integrations.mlx.attach import FoldedHandle, attach
 
 logger = logging.getLogger("kvfold")
 
-KIND = "kvfold-mlx-1"
+KIND = "kvfold-mlx-2"
 
 
 @dataclass
@@ -240,11 +240,15 @@ def make_prompt_cache(
         )
     policy = budgeted(policy, calibration, len(layers))
     passes, head_dim = Passes(), _head_dim(arguments)
-    for index, layer in enumerate(layers):
+    folding = [index for index, layer in enumerate(layers) if type(layer) is theirs.KVCache]
+    budgets = prompt_budgets(policy, calibration, len(layers), folding)
+    for index in folding:
         name = policy.format_of(index, len(layers))
-        if name is None or type(layer) is not theirs.KVCache:
+        if name is None:
             continue
         folded = ArrayLayer(name, index, dense_dtype, policy.window)
+        if budgets is not None and index in budgets.formats:
+            folded.budgets = budgets
         if calibration is not None:
             folded.statistics = calibration.layers.get(index)
             if folded.statistics is None:
@@ -284,7 +288,7 @@ def cache_report(cache: Sequence[Any]) -> CacheReport:
         if isinstance(each, FoldedKVCache):
             layer = each.layer
             tables.append(layer.tables())
-            row = LayerReport(index, layer.format, layer.columns, 0, layer.value_count, each.nbytes)
+            row = LayerReport(index, layer.folded_as, layer.columns, 0, layer.value_count, each.nbytes)
         else:
             held, dense = each.nbytes, getattr(each, "keys", None)
             tokens = getattr(each, "offset", 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvfold.cache.budgets import budgeted
+from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
@@ -63,8 +63,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
     calibration
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
         fitted, such as "kvfold-4". None: they go by the first 256 tokens of each sequence, which stay dense until
-        then. One with losses (`kvfold.measure_losses`) also gives layers bits of their own: with "kvfold-3" each
-        layer's keys, and its values, have 2, 3 or 4, and 3 on average.
+        then. Those also give layers bits of their own, as does a calibration with losses (`kvfold.measure_losses`):
+        with "kvfold-3" each layer's keys, and its values, have 2, 3 or 4, and 3 on average. The sequences of a batch
+        share bits; a policy with `budgets=False` leaves all with as many.
     sharpen
         Whether attention scales scores against what tbq and tbqp codes of keys do to them (head_dim 64 and 256).
     eviction
@@ -113,13 +114,17 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.ids: Tensor | None = None
         layers = DynamicCache(config=config).layers
         policy = budgeted(policy, calibration, len(layers))
-        for i, layer in enumerate(layers):
+        folding = [i for i, layer in enumerate(layers) if self._folds(layer, i)]
+        latent = self._latent()
+        budgets = None if latent else prompt_budgets(policy, calibration, len(layers), folding)
+        for i in folding:
             fmt = policy.format_of(i, len(layers))
-            if fmt is not None and self._folds(layer, i):
+            if fmt is not None:
                 folded = LayerCache(fmt, i, dense_dtype, policy.window, sharpen=sharpen)
+                if budgets is not None and i in budgets.formats:
+                    folded.budgets = budgets
                 folded.statistics = None if calibration is None else calibration.layers.get(i)
                 self._check_formats(folded, calibration)
-                latent = self._latent()
                 layers[i] = (
                     FoldedLayer(folded, self.forward_pass)
                     if latent is None
@@ -455,6 +460,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 cache._check_shape(torch.empty(batch, kv_heads, 0, key_dim), i)
             elif cache._folds(layer, i) and layer.is_initialized:
                 cache._check_shape(layer.keys, i)
+        cache._share_budgets()
         held = batch_and_tokens(cache.layers, cache.text_config)
         if not saved.lacks("padding"):
             cache.forward_pass.padding = saved.numbers("padding")
@@ -466,6 +472,13 @@ class FoldedCache(Cache):  # type: ignore[misc]
             cache.ids = saved.tensor("ids", [torch.int64], held or (None, 0))
         saved.done()
         return cache
+
+    def _share_budgets(self) -> None:
+        """Let those layers from a file that get bits by the prompt do so together."""
+        own = [layer for layer in self._folded() if layer.budgets is not None]
+        budgets = PromptBudgets({layer.index: layer.format for layer in own})
+        for layer in own:
+            layer.budgets = budgets
 
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
@@ -483,7 +496,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             if isinstance(layer, FoldedLayer):
                 own = layer.folded.own()
                 tables.append(layer.folded.tables())
-                name, tokens, values = layer.folded.format, layer.folded.columns, layer.folded.value_count
+                name, tokens, values = layer.folded.folded_as, layer.folded.columns, layer.folded.value_count
                 evicted = layer.folded.evicted_count
             else:
                 own = [layer]

@@ -31,7 +31,7 @@ class ObservedLayer(LayerCache):
         self._key = key
         return super().append(key, value, padding)
 
-    def observe(self, query: Tensor | None, new: Appended) -> None:
+    def observe(self, query: Tensor | None, new: Appended, scaling: float | None = None) -> None:
         assert self._key is not None
         if query is None or new.observed:
             return

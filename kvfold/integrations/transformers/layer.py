@@ -74,7 +74,8 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.forward_pass.warn_once(
             "this model does not read the folded cache, so every step unfolds it into dense keys and values: "
             "answers are right, but it takes time and a dense copy of one layer. kvfold.attach(model), where it can, "
-            "lets attention read it folded."
+            "lets attention read it folded. Nor does the cache see queries so: all layers keep the bits of their "
+            "format, and all channels count as read alike."
         )
         past = self.folded.unfold(key_states.dtype) if self.folded.columns else None
         self.folded.observe(None, self.folded.append(key, value, self.forward_pass.padding))

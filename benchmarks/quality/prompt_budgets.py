@@ -1,0 +1,153 @@
+"""Bits of layers by a prompt's first tokens: how well these tell what folding a layer costs, and what it is worth.
+
+Of a passage's first 256 tokens each layer's keys, and its values, are folded into 2 bits, and some of the queries
+attend with and without (`kvfold/cache/prompt_costs.py`): once with all folded tokens wrong, once with those only that
+a cache would not hold dense then. Printed: how the logarithms of these costs correlate with those of the losses that
+`kvfold calibrate` measures by KL; and the KL of whole passages at the same memory, with
+
+    alike     as many bits for all layers
+    turn      bits by the prompt, layer after layer, as FoldedCache gives them by itself
+    at once   the same costs, all known before the first layer is decided
+    others    as "turn", by the first tokens of the three other texts; their mean
+    losses    by the calibration's losses
+
+    python benchmarks/quality/prompt_budgets.py [--passage 2048] [--passages 2] [--formats kvfold-3] [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from texts import texts
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import kvfold
+from kvfold.cache.budgets import Item, PromptBudgets, Side, spread, with_bits
+from kvfold.cache.calibration import Loss
+from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, standard_text
+from kvfold.evaluate.quality import versions
+from kvfold.formats import FIT_TOKENS, Window
+from kvfold.integrations.text import text_sha256
+
+Costs = dict[Side, float]
+
+BY = ("alike", "turn", "at once", "others", "losses")
+
+
+def costs_of(model: PreTrainedModel, ids: Tensor, window: Window | None = None) -> Costs:
+    """What folding each layer's sides costs by the first tokens of `ids`, as a cache finds it."""
+    cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
+    model(ids[:, :FIT_TOKENS], past_key_values=cache, logits_to_keep=1)
+    return {Side(i, n): cost for i, layer in enumerate(cache.layers) for n, cost in enumerate(layer.folded.share.costs)}
+
+
+def by_bits(format: str, bits: dict[Side, int]) -> kvfold.Policy:
+    """A format with bits for each layer."""
+    layers = sorted({side.layer for side in bits})
+    return kvfold.Policy(
+        format, exceptions=[(layer, with_bits(format, {n: bits[Side(layer, n)] for n in (0, 1)})) for layer in layers]
+    )
+
+
+def in_turn(format: str, costs: Costs) -> kvfold.Policy:
+    """Bits as a cache gives them."""
+    layers = sorted({side.layer for side in costs})
+    budgets = PromptBudgets(dict.fromkeys(layers, format))
+    for layer in layers:
+        budgets.decide(layer, [costs[Side(layer, n)] for n in (0, 1)], (1, 1))
+    return by_bits(format, {side: budgets.shares[side.layer].bits[side.number] for side in costs})
+
+
+def at_once(format: str, costs: Costs) -> kvfold.Policy:
+    """Bits once all costs are known."""
+    base = int(format.removeprefix("kvfold-"))
+    return by_bits(format, spread({side: Item(base, Loss(cost, 1)) for side, cost in costs.items()}))
+
+
+def correlation(costs: Costs, losses: Costs) -> float:
+    """Of logarithms, over all layers' keys and values."""
+    return statistics.correlation(*(torch.tensor([x[side] for side in losses]).log().tolist() for x in (costs, losses)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="kvfold-3")
+    parser.add_argument("--passage", type=int, default=2048, help="tokens of a passage")
+    parser.add_argument("--passages", type=int, default=2, help="passages of each text, spread over it")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    model, tokenizer = kvfold.demo_model()
+    kvfold.attach(model)
+    calibrated = split_passages(tokenizer(standard_text(), return_tensors="pt").input_ids, 1024, 4)
+    formats, rows = args.formats.split(","), list[dict[str, Any]]()
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("losses by KL", total=None)
+        measured = kvfold.measure_losses(
+            model, calibrated, kvfold.calibrate(model, calibrated),
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )  # fmt: skip
+        losses = {Side(layer, n): loss.kl for layer, pair in measured.losses.items() for n, loss in enumerate(pair)}
+        passages = {
+            (kind, number): passage
+            for kind, text in texts().items()
+            for number, passage in enumerate(
+                split_passages(tokenizer(text, return_tensors="pt").input_ids, args.passage, args.passages)
+            )
+        }
+        costs = {which: costs_of(model, passage) for which, passage in passages.items()}
+        all_wrong = {which: costs_of(model, passage, Window(sinks=16)) for which, passage in passages.items()}
+        task = progress.add_task("reading", total=len(passages) * args.passage * (1 + 7 * len(formats)))
+        for (kind, number), passage in passages.items():
+            every, far = all_wrong[kind, number], costs[kind, number]
+            policies = {}
+            for format in formats:
+                policies[f"{format} alike"] = kvfold.Policy(format, budgets=False)
+                policies[f"{format} turn"] = kvfold.Policy(format)
+                policies[f"{format} at once"] = at_once(format, far)
+                for other in texts():
+                    if other != kind:
+                        policies[f"{format} {other}"] = in_turn(format, costs[other, number])
+                policies[f"{format} losses"] = at_once(format, losses)
+            caches = {name: kvfold.FoldedCache(model.config, policy=policy) for name, policy in policies.items()}
+            meters = {name: FidelityMeter() for name in ("dense", *caches)}
+            dense = DynamicCache(config=model.config)
+            read_in_lockstep(model, passage, dense, caches, meters, progress=lambda n: progress.advance(task, n))
+            for format in formats:
+                kl = {
+                    name.removeprefix(f"{format} "): meters[name].result().kl_mean for name in caches
+                    if name.startswith(f"{format} ")
+                }  # fmt: skip
+                kl["others"] = statistics.mean(kl.pop(other) for other in texts() if other != kind)
+                rows.append({
+                    "model": "smollm2", "kind": kind, "number": number, "text_sha": text_sha256(texts()[kind]),
+                    "passage": args.passage, "format": format, "correlation_all": correlation(every, losses),
+                    "correlation_far": correlation(far, losses), **{f"kl_{by}": kl[by] for by in BY},
+                    **{f"bits_{by}": caches[f"{format} {by}"].bits_per_value() for by in BY if by != "others"},
+                    "versions": versions(),
+                })  # fmt: skip
+    table = Table(title=f"SmolLM2-135M, passages of {args.passage:,} tokens")
+    for column in ("text", "format", "corr., all", "corr., far", "bits", "bits, turn", *(f"KL, {by}" for by in BY)):
+        table.add_column(column, justify="left" if column in ("text", "format") else "right")
+    for row in rows:
+        correlations = (f"{row[f'correlation_{which}']:.2f}" for which in ("all", "far"))
+        bits = (f"{row[f'bits_{by}']:.2f}" for by in ("alike", "turn"))
+        table.add_row(row["kind"], row["format"], *correlations, *bits, *(f"{row[f'kl_{by}']:.4f}" for by in BY))
+    Console().print(table)
+    for format in formats:
+        own = [row for row in rows if row["format"] == format]
+        means = {by: statistics.mean(row[f"kl_{by}"] for row in own) for by in BY}
+        Console().print(f"{format}: mean KL", ", ".join(f"{by} {mean:.5f}" for by, mean in means.items()))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
