@@ -461,6 +461,8 @@ def test_smollm2_says_what_it_says_in_torch(
     assert cache[0].offset == len(said[0])  # mlx-lm reads one token ahead
     report, held = cache_report(cache), ours.report()
     assert report.held_bytes == pytest.approx(held.held_bytes, rel=0.03)  # its tail has no spare room
+    assert [row.format for row in report.layers] == [row.format for row in held.layers]
+    assert len({row.format for row in report.layers}) > 4  # layers have bits of their own
     unlike = []
     for layer, own in zip(ours.layers, cache, strict=True):
         first, second = layer.folded.groups[0].rows.keys, own.layer.rows.keys

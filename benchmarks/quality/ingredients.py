@@ -240,7 +240,9 @@ def main() -> None:
         model.set_attn_implementation(own)
         kvfold.attach(model)
         policies = {
-            f"kvfold-{bits}, {recent} newest dense": kvfold.Policy(f"kvfold-{bits}", window=Window(SINKS, recent, 0))
+            f"kvfold-{bits}, {recent} newest dense": kvfold.Policy(
+                f"kvfold-{bits}", window=Window(SINKS, recent, 0), budgets=False
+            )
             for bits in all_bits
             for recent in (0, 8, 24, 64)
         }

@@ -1,4 +1,4 @@
-"""kvfold's formats on several kinds of text, by the prompt's own first tokens and by a calibration on technical English.
+"""kvfold's formats on several kinds of text: by the prompt's own first tokens, and by a calibration on other text.
 
 Each passage is read once with a dense cache and once with each folded one, through the real cache and attention.
 "prompt" is what a cache does by itself. The calibration sees the language reference in Python's library, and none of

@@ -202,7 +202,7 @@ class ArrayRows(FoldedRows):
             energies, queries = to_torch(seen), None if self.queries is None else to_torch(self.queries)
             if not energies.isfinite().all():
                 raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
-            key, value = (to_torch(x) for x in (tail.key, tail.value))
+            key, value = (to_torch(x[:, :, : self.fit_tokens - tail.start]) for x in (tail.key, tail.value))
             if self.sinks is not None:
                 key, value = (torch.cat((to_torch(s), x), 2) for s, x in zip(self.sinks, (key, value), strict=True))
             self._fold_into_stores(tail, self._fitted(key, value, energies, queries, allot))

@@ -406,8 +406,10 @@ class FoldedRows:
         if self.formats.awaits_fit:
             tail = self.tail_span()
             assert tail is not None
-            spans = [span for span in (self.sink_span(), tail) if span is not None]
-            key, value = (torch.cat(each, 2) for each in zip(*((span.key, span.value) for span in spans), strict=True))
+            sinks, after = self.sink_span(), self.fit_tokens - tail.start
+            key, value = tail.key[:, :, :after], tail.value[:, :, :after]
+            if sinks is not None:
+                key, value = torch.cat((sinks.key, key), 2), torch.cat((sinks.value, value), 2)
             formats = self._fitted(key, value, seen, self.queries, allot)
             pages = self._fold_ripe(tail, formats)
             # Nothing below fails.
@@ -422,8 +424,7 @@ class FoldedRows:
     def _fitted(
         self, key: Tensor, value: Tensor, energy: Tensor, queries: Tensor | None, allot: Allot | None
     ) -> FormatPair:
-        """Formats by the first `fit_tokens` of these dense tokens, whose energies and queries are those held."""
-        key, value = key[:, :, : self.fit_tokens], value[:, :, : self.fit_tokens]
+        """Formats by the first `fit_tokens` tokens, dense, and by the energies and queries that are held of them."""
         formats = self.formats
         if formats.awaits_bits:
             assert allot is not None
