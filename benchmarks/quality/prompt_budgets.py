@@ -45,7 +45,8 @@ def costs_of(model: PreTrainedModel, ids: Tensor, window: Window | None = None) 
     """What folding each layer's sides costs by the first tokens of `ids`, as a cache finds it."""
     cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
     model(ids[:, :FIT_TOKENS], past_key_values=cache, logits_to_keep=1)
-    return {Side(i, n): cost for i, layer in enumerate(cache.layers) for n, cost in enumerate(layer.folded.share.costs)}
+    (shares,) = cache.layers[0].folded.budgets.shares.values()
+    return {Side(layer, n): cost for layer, share in shares.items() for n, cost in enumerate(share.costs)}
 
 
 def by_bits(format: str, bits: dict[Side, int]) -> kvfold.Policy:
@@ -61,8 +62,8 @@ def in_turn(format: str, costs: Costs) -> kvfold.Policy:
     layers = sorted({side.layer for side in costs})
     budgets = PromptBudgets(dict.fromkeys(layers, format))
     for layer in layers:
-        budgets.decide(layer, [costs[Side(layer, n)] for n in (0, 1)], (1, 1))
-    return by_bits(format, {side: budgets.shares[side.layer].bits[side.number] for side in costs})
+        budgets.decide(layer, 0, [costs[Side(layer, n)] for n in (0, 1)], (1, 1))
+    return by_bits(format, {side: budgets.shares[0][side.layer].bits[side.number] for side in costs})
 
 
 def at_once(format: str, costs: Costs) -> kvfold.Policy:
