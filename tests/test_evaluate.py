@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from pathlib import Path
 
 import pytest
@@ -64,9 +63,7 @@ def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text:
     assert sum(errors) / len(errors) == pytest.approx(0.00913, rel=0.02)  # that of Gaussian coordinates
     for error in errors:
         assert error == pytest.approx(0.00913, rel=0.2)
-    # Around a centre. Keys of a layer have 3, 4 or 5 bits, of which each takes three quarters of the error away.
-    assert statistics.mean(mixed.key_error) < 0.0095
-    assert max(mixed.key_error) < 4 * 0.0095
+    assert max(mixed.key_error) < 0.0095  # around a centre
     assert min(mixed.value_error) > 0.09  # two bits
     row = paper.to_json(model="smollm2", text_sha=text_sha256("x"))
     expected = (

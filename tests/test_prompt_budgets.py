@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,17 @@ def test_the_sum_is_kept(costs: list[tuple[float, float]], base: int) -> None:
     assert all(max(1, base - REACH) <= n <= min(8, base + REACH) for own in bits for n in own)
 
 
+def test_layers_with_more_heads_count_for_more() -> None:
+    """Eight KV heads in the first layers and one in the others, or the other way round."""
+    for seed, heads in product(range(20), ([8] * 15 + [1] * 15, [1] * 15 + [8] * 15)):
+        budgets = PromptBudgets(dict.fromkeys(range(30), "kvfold-3"))
+        costs = (_random(30, 2, seed=seed) * 1.6).exp().tolist()
+        for layer, own in enumerate(costs):
+            budgets.decide(layer, 0, own, (64 * heads[layer],) * 2)
+        held = sum(sum(budgets.shares[0][i].bits.values()) * heads[i] for i in range(30))
+        assert held / (2 * sum(heads)) == pytest.approx(3, abs=0.15)
+
+
 def test_most_of_the_gain_needs_no_layer_to_come() -> None:
     """Costs as uneven as those of a real model: deviation 1.6 in the logarithm."""
     for seed in range(5):
@@ -187,6 +199,38 @@ def test_policies_keep_what_they_name(llama: PreTrainedModel, random_ids: Ids) -
     assert bits[0][0] + bits[2][0] == 6
     for format in ("turboquant-4", "float16"):
         assert all(layer.folded.budgets is None for layer in kvfold.FoldedCache(llama.config, format).layers)
+
+
+@pytest.mark.parametrize("format", ["kvfold-1", "near-lossless", "kvfold-8", "kvfold-5:kvfold-4"])
+def test_where_no_bit_can_move_nothing_waits_for_it(llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
+    cache = kvfold.FoldedCache(llama.config, format)
+    assert all(layer.folded.budgets is None for layer in cache.layers)
+    llama(random_ids(1, 300), past_key_values=cache)
+    assert set(_formats(cache)) == {format}
+
+
+def test_queries_are_held_by_themselves() -> None:
+    """And no longer than they are of use. The model's own query is not kept alive by a view."""
+    layer = LayerCache("kvfold-3", budgets=PromptBudgets({0: "kvfold-3"}))
+    for n, kept in ((18, 0), (200, 50), (60, 60), (24, None)):
+        query, x = (_random(1, heads, n, 64).bfloat16() for heads in (4, 2))
+        attend(query, layer.append(x, x), scaling=0.125)
+        queries = layer.groups[0].rows.queries
+        assert (queries is None) == (kept is None)
+        if queries is not None:
+            assert queries.shape[2] == kept
+            assert queries.untyped_storage().nbytes() == kept * 4 * 64 * 2
+            assert any(queries is x for part in layer.own() for x in part)
+
+
+def test_a_crop_into_the_sinks_is_another_prompt(llama: PreTrainedModel, random_ids: Ids) -> None:
+    ids, fresh, cache = random_ids(1, 300), *(kvfold.FoldedCache(llama.config, "kvfold-3") for _ in range(2))
+    expected = llama(ids, past_key_values=fresh).logits[:, 10:]
+    llama(torch.cat((ids[:, :10], random_ids(1, 400, seed=1)), 1), past_key_values=cache)
+    cache.crop(10)
+    got = llama(ids[:, 10:], past_key_values=cache).logits
+    assert _bits(cache) == _bits(fresh)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_without_queries_all_are_alike(

@@ -96,8 +96,9 @@ def attend(
         out.append(reader.result(logits))
     whole = out[0] if len(out) == 1 else mx.concatenate(out, -2)
     whole = whole.reshape(batch, heads, n, value_dim).astype(query.dtype)
-    if rows.query_energy is not None:  # nobody else asks for it, and what it is made of would wait with it
-        (whole,) = mx.depends([whole], [rows.query_energy])
+    seen = [x for x in (rows.query_energy, rows.queries) if x is not None]
+    if seen:  # nobody else asks for them, and what they are made of would wait with them
+        (whole,) = mx.depends([whole], seen)
     return whole
 
 

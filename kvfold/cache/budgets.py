@@ -23,6 +23,10 @@ REACH = 1
 """How many bits more or less than the format's a side may get. One takes most of the gain, and keeps a measurement on
 one kind of text from deciding too much on others."""
 
+MOST = 4
+"""Most bits that a prompt gives a side: up to so many, kernels multiply codes as integers, and attention over 5 or more
+takes half as long again (docs/performance.md). So formats of 4 bits and more stay as they are."""
+
 _FAMILY = re.compile(r"kvfold-(\d)(@\d+)?")
 
 
@@ -41,13 +45,17 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one layer got: costs of its keys and values, if known, and bits of those that are of kvfold's family."""
+    """What one layer got: costs of its keys and values, if known, bits of those of kvfold's family, and what it left.
+
+    What is left is bits times numbers of a token.
+    """
 
     costs: tuple[float, ...]
     bits: dict[int, int]
+    left: int
 
 
-def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
+def spread(items: Mapping[Side, Item], spare: int = 0, most: int = 8) -> dict[Side, int]:
     """Bits of each side, within `REACH` of its own and from 1 to 8, with no larger sum over all numbers held.
 
     Costs fall by three quarters with each bit, so taking the best step first is best in the end when all sides hold
@@ -59,6 +67,8 @@ def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
         The sides.
     spare
         Bits that others left over, counted as the sum is: bits times numbers of a token.
+    most
+        More bits than these no side gets that has not as many by its name.
     """
     bits = {side: max(1, item.bits - REACH) for side, item in items.items()}
     left = spare + sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
@@ -73,11 +83,15 @@ def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
     while steps:
         *_, place, side = heappop(steps)
         channels = items[side].loss.channels
-        if bits[side] < min(8, items[side].bits + REACH) and channels <= left:
+        if bits[side] < _highest(items[side].bits, most) and channels <= left:
             bits[side] += 1
             left -= channels
             heappush(steps, step(place, side))
     return bits
+
+
+def _highest(bits: int, most: int) -> int:
+    return max(bits, min(most, bits + REACH))
 
 
 def bits_in(names: str) -> dict[int, int]:
@@ -135,7 +149,7 @@ class PromptBudgets:
 
     When a layer has read the first tokens, it and the layers before are known. Those to come are taken to be like them:
     their costs are quantiles of the known ones. The bits that are left over are spread among this layer and those, this
-    one's are its own for good, and where all layers have as many heads the sum is kept.
+    one's are its own for good. So the sum is kept, or, where layers differ in KV heads, about kept.
 
     Parameters
     ----------
@@ -152,8 +166,13 @@ class PromptBudgets:
     """
 
     def __init__(self, formats: Mapping[int, str]) -> None:
-        self.formats = dict(sorted(formats.items()))
+        self.formats: dict[int, str] = {}
         self.shares: dict[int, dict[int, Share]] = {}
+        self.join(formats)
+
+    def join(self, formats: Mapping[int, str]) -> None:
+        """Let these layers take part, too."""
+        self.formats = dict(sorted((self.formats | dict(formats)).items()))
         self._asked = {Side(i, n): bits for i, names in self.formats.items() for n, bits in bits_in(names).items()}
 
     def decide(self, layer: int, padding: int, costs: Sequence[float] | None, channels: Sequence[int]) -> str:
@@ -175,21 +194,19 @@ class PromptBudgets:
         own = {side: asked for side, asked in self._asked.items() if side.layer == layer}
         bits = own
         if costs is not None:
-            before = {side: shares[side.layer] for side in self._asked if side.layer < layer and side.layer in shares}
-            known = [share.costs[side.number] for side, share in before.items() if share.costs]
+            before = {index: share for index, share in shares.items() if index < layer}
+            known = [before[i].costs[n] for i, n in self._asked if i in before and before[i].costs]
             known = sorted((*known, *(costs[side.number] for side in own)))
             to_come = [side for side in self._asked if side.layer > layer]
             expected = {side: costs[side.number] for side in own}
             for i, side in enumerate(to_come):
                 expected[side] = known[(2 * i + 1) * len(known) // (2 * len(to_come))]
-            spare = sum(
-                (self._asked[side] - share.bits[side.number]) * channels[side.number] for side, share in before.items()
-            )
-            bits = spread(
-                {side: Item(self._asked[side], Loss(cost, channels[side.number])) for side, cost in expected.items()},
-                spare,
-            )
-        shares[layer] = Share(tuple(costs or ()), {side.number: bits[side] for side in own})
+            items = {
+                side: Item(self._asked[side], Loss(cost, channels[side.number])) for side, cost in expected.items()
+            }
+            bits = spread(items, sum(share.left for share in before.values()), MOST)
+        left = sum((asked - bits[side]) * channels[side.number] for side, asked in own.items())
+        shares[layer] = Share(tuple(costs or ()), {side.number: bits[side] for side in own}, left)
         return with_bits(self.formats[layer], shares[layer].bits)
 
 
@@ -199,7 +216,8 @@ def prompt_budgets(
     """What gives bits to those of the `folding` layers that the policy has no exception for; None if there are none.
 
     With a calibration there are none: layers are fitted before the first token. Nor are there where keys are of another
-    family than kvfold's: those fold token by token, from the first on.
+    family than kvfold's, which fold token by token, from the first on; nor where no bit could go from one side to
+    another, as in kvfold-1, and in kvfold-4 and above (`MOST`).
     """
     if not policy.budgets or calibration is not None:
         return None
@@ -210,4 +228,6 @@ def prompt_budgets(
             continue
         if 0 in bits_in(names):
             formats[layer] = names
-    return PromptBudgets(formats) if formats else None
+    asked = {bits for names in formats.values() for bits in bits_in(names).values()}
+    moves = any(bits > 1 for bits in asked) and any(bits < _highest(bits, MOST) for bits in asked)
+    return PromptBudgets(formats) if moves else None

@@ -111,7 +111,7 @@ class Calibration:
         What they were measured on: model_type, text_sha, tokens.
     losses
         What folding each layer's keys and values costs (latents: both in one), by the layer's index; bits go by it.
-        Empty: all layers get as many.
+        Empty: all layers get as many, and a prompt is not asked either.
     """
 
     layers: Mapping[int, KeyStatistics]

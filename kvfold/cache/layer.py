@@ -167,6 +167,8 @@ class LayerCache:
         """Forget everything."""
         self.columns = 0
         self.groups: list[RowGroup] = []
+        if self.budgets is not None:
+            self.budgets.shares.clear()
         self.newest_queries: Tensor | None = None
         self._fits: tuple[object, ...] | None = None  # what `_check` had nothing to say of last
         self._formats: FormatPair | None = None

@@ -34,6 +34,8 @@ def count_looked_at(length: int, sinks: int) -> int:
 def far_errors(query: Tensor, key: Tensor, value: Tensor, window: Window, scaling: float | None) -> tuple[float, float]:
     """Powers of what folding keys, and folding values, does to attention's output, relative to the output's.
 
+    Attention is causal and plain here: softcaps, logits of sinks and other masks do not count.
+
     Parameters
     ----------
     query
@@ -49,24 +51,28 @@ def far_errors(query: Tensor, key: Tensor, value: Tensor, window: Window, scalin
     at = torch.arange(tokens, device=key.device)
     of = torch.arange(window.sinks + EVERY - 1, tokens, EVERY, device=key.device).unsqueeze(1)
     far = (of - at >= window.recent) & (at >= window.sinks)
-    q = query.float().unflatten(1, (kv_heads, -1)) * (scaling or key.shape[3] ** -0.5)
-    k, v = (x.float().unsqueeze(2) for x in (key, value))
-    folded_k, folded_v = (_folded(key, window, "tokens").unsqueeze(2), _folded(value, window, "channels").unsqueeze(2))
-    scores = (q @ k.mT).masked_fill(at > of, -torch.inf)
-    weights = scores.softmax(-1)
-    moved = torch.where(far, q @ folded_k.mT, scores).softmax(-1)
-    output = weights @ v
-    errors = torch.stack((moved @ v - output, (weights * far) @ (folded_v - v)))
-    power = errors.square().sum(tuple(range(1, errors.ndim))) / output.square().sum()
-    of_keys, of_values = power.nan_to_num(0.0).tolist()  # attention over what is not finite gives NaN whatever the bits
-    return of_keys, of_values
+    scaling = scaling or key.shape[3] ** -0.5
+    powers = torch.zeros(3, device=key.device)  # of both errors, and of the output
+    for q, k, v in zip(query, key.float(), value.float(), strict=True):  # a row at a time: scores take room
+        q = q.float().unflatten(0, (kv_heads, -1)) * scaling
+        folded_k, folded_v = _folded(k, window, "tokens").unsqueeze(1), _folded(v, window, "channels").unsqueeze(1)
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+        scores = (q @ k.mT).masked_fill(at > of, -torch.inf)
+        weights = scores.softmax(-1)
+        output = weights @ v
+        of_keys = torch.where(far, q @ folded_k.mT, scores).softmax(-1) @ v - output
+        of_values = (weights * far) @ (folded_v - v)
+        powers += torch.stack([x.square().sum() for x in (of_keys, of_values, output)])
+    keys, values = (powers[:2] / powers[2]).nan_to_num(0.0).tolist()  # an output of zeros: nothing is to be lost
+    return keys, values
 
 
 def _folded(x: Tensor, window: Window, lanes: Lanes) -> Tensor:
-    """`x` with all whole pages after the sinks folded and unfolded, float32."""
-    fmt, x = get_format(FOLDED, x.shape[3], lanes=lanes), x.float()
-    pages = (x.shape[2] - window.sinks) // fmt.page_size
+    """`x`, (kv_heads, tokens, dim), with all whole pages after the sinks folded and unfolded."""
+    fmt = get_format(FOLDED, x.shape[2], lanes=lanes)
+    pages = (x.shape[1] - window.sinks) // fmt.page_size
     if pages <= 0:
         return x
     stop = window.sinks + pages * fmt.page_size
-    return torch.cat((x[:, :, : window.sinks], fmt.unfold(fmt.fold(x[:, :, window.sinks : stop])), x[:, :, stop:]), 2)
+    folded = fmt.unfold(fmt.fold(x[None, :, window.sinks : stop]))[0]
+    return torch.cat((x[:, : window.sinks], folded, x[:, stop:]), 1)

@@ -397,7 +397,8 @@ class FoldedRows:
         else:
             energy = query[:, :, own].float().square().unflatten(1, (self.kv_heads, -1)).mean(2).bfloat16()
             if self.unfitted.awaits_bits:
-                some = query[:, :, looked_at(first, self.window.sinks, self.fit_tokens)].bfloat16()
+                some = query[:, :, looked_at(first, self.window.sinks, self.fit_tokens)]
+                some = some.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
                 self.queries = some if self.queries is None else torch.cat((self.queries, some), 2)
         seen = energy if self.query_energy is None else torch.cat((self.query_energy, energy), 2)
         if self.length < self.fit_tokens:
@@ -648,6 +649,9 @@ class FoldedRows:
             lost = (whole - ripe) * size
         for store in self.stores:
             store.truncate(min(whole, store.count))
+        if length <= sinks:  # what comes now is another prompt
+            self.set_formats(self.unfitted)
+            self.query_energy = self.queries = None
         if self.query_energy is not None:  # not fitted for good
             self.query_energy = self.query_energy[:, :, : max(length - sinks, 0)]
             if self.queries is not None:

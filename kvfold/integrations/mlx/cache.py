@@ -3,17 +3,19 @@
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 
-from kvfold.cache.budgets import budgeted, prompt_budgets
+from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
@@ -26,6 +28,9 @@ logger = logging.getLogger("kvfold")
 
 KIND = "kvfold-mlx-2"
 
+# By `Passes.name`: mlx-lm loads layers one by one, and those of a cache share what gives them bits.
+_LOADED: WeakValueDictionary[str, PromptBudgets] = WeakValueDictionary()
+
 
 @dataclass
 class Passes:
@@ -37,10 +42,13 @@ class Passes:
         Why one of them did not take the tokens that others took; None if all is well.
     trace
         Whether the log has said that a trim left one.
+    name
+        What layers of the same prompt cache find each other by once they are loaded, one by one.
     """
 
     broken: str | None = None
     trace: bool = False
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def check(self) -> None:
         """Raise ValueError if a pass failed."""
@@ -138,7 +146,7 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
         """
         self.passes.check()
         data, arrays = self.layer.to_arrays()
-        about = json.dumps({"kind": KIND, "layer": self.layer.index, "data": data})
+        about = json.dumps({"kind": KIND, "layer": self.layer.index, "cache": self.passes.name, "data": data})
         return {"about": mx.array(list(about.encode()), dtype=mx.uint8), **arrays}
 
     @state.setter
@@ -151,10 +159,14 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
                 raise ValueError(f"its kind is {kind!r}, this kvfold reads {KIND!r}")
             index = about.number("layer")
             self.layer = ArrayLayer.from_arrays(about.take("data", dict), held, index)
+            name = about.take("cache", str)
             about.done()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no state of a folded cache, or a damaged one: {error}") from None
-        self.passes = Passes()
+        self.passes = Passes(name=name)
+        if self.layer.budgets is not None:
+            own, self.layer.budgets = self.layer.budgets, _LOADED.setdefault(name, self.layer.budgets)
+            self.layer.budgets.join(own.formats)
         attach()
 
     @property
