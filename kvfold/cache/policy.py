@@ -25,8 +25,9 @@ class Policy:
         What stays dense in folded layers, in the place of what their formats say; tokens then fold by
         whole pages.
     budgets
-        Whether layers get bits of their own in kvfold's formats, of the same sum: by what a calibration says of them,
-        or else by what the prompt's first tokens do (docs/quality.md). Layers with an exception keep what that says.
+        Whether layers get bits of their own in kvfold's formats, of about the same sum: by what a calibration says of
+        them, or else by what the prompt's first tokens do, in kvfold-3 and below (docs/quality.md). Layers with an
+        exception keep what that says.
     """
 
     format: str
