@@ -26,6 +26,7 @@ FORMATS = (
     "centred-1:turboquant-2",
     "centred-5:turboquant-6",
     "turboquant-7:centred-8",
+    "kvfold-5",
     "turboquant-4+qjl:centred-3+sign",
     "float16:turboquant-3",
     "centred-4@128",
@@ -155,7 +156,8 @@ def test_its_own_error_is_invisible_beside_the_codec(isa: str) -> None:
     q = torch.randn(1, 6, 1, 64, generator=generator)
     scores = q.double() @ key.double().repeat_interleave(3, 1).mT / 8
     dense = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)
-    for format in ("turboquant-8", "centred-8", "turboquant-4", "centred-4", "centred-3", "turboquant-2", "centred-1"):
+    formats = "turboquant-8 centred-8 kvfold-5 centred-5 turboquant-4 centred-4 centred-3 turboquant-2 centred-1"
+    for format in formats.split():
         new = LayerCache(format).append(key, value)
         rows, span = new.layer.groups[0].rows, new.dense[0]
         fast = cpu.attend_rows(q, rows, span, scaling=1 / 8, instruction_set=isa).double()
@@ -188,11 +190,13 @@ def real_heads(
 @pytest.mark.parametrize(
     "format",
     [
+        "kvfold-5",
         "kvfold-4",
         "kvfold-3",
         "kvfold-2",
         "kvfold-1",
         "kvfold-3:float16",
+        "centred-5",
         "centred-4",
         "turboquant-4",
         "turboquant-3",
@@ -268,16 +272,25 @@ def test_a_call_that_it_does_not_take_says_why() -> None:
 @pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("parts", [(), ("offset",), ("centre", "channel_scale"), ("offset", "centre", "channel_scale")])
-@pytest.mark.parametrize("integers", [True, False])
-def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: str, integers: bool) -> None:
-    """Pages that no format of today makes: offsets, channel scales, groups of channels, bits that differ."""
+@pytest.mark.parametrize("widths", ["narrow", "wide", "any"])
+def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: str, widths: str) -> None:
+    """Pages that no format of today makes: offsets, channel scales, groups of channels, bits that differ.
+
+    Narrow and wide ones are read as integers, if the value has no channel scales.
+    """
     generator = torch.Generator().manual_seed(0)
     new = _fill("centred-4", 300, 1)
     rows = new.layer.groups[0].rows
     for name in ("keys", "values"):
         old = getattr(rows, name)
-        bits = (4, 3, 1, 2) if integers else (8, 5, 3, 6)
+        wide = (7, 6, 5, 2) if name == "keys" else (5, 4, 1, 2)
+        bits = {"narrow": (4, 3, 1, 2), "wide": wide, "any": (8, 5, 3, 6)}[widths]
         lut = torch.randn(4, 256, generator=generator)
+        if widths == "wide":  # even levels, and others on a grid of eight bits
+            for row, width in zip(lut, bits, strict=True):
+                numbers = torch.randint(-126, 127, (2**width,), generator=generator).sort().values
+                numbers[0], numbers[-1] = -127, 127
+                row[: 2**width] = (torch.linspace(-127, 127, 128) if width == 7 else numbers) / 40
         form = PageForm(64, 64, bits, lut, old.form.transform, old.form.lanes, (64 // groups,) * groups)
         shape = (2, 2, old.count, 64)
         code = torch.rand(*shape, 64, generator=generator) * 2.0 ** torch.tensor(bits).repeat_interleave(16)
@@ -290,9 +303,11 @@ def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: s
         scale = torch.rand(*shape, groups, generator=generator).half()
         store.append(form.pack(TokenCodes(code.to(torch.uint8), scale, **{part: optional[part] for part in parts})))
         setattr(rows, name, store)
+        fits = isa in cpu.INTEGER_SETS and widths != "any" and not (name == "values" and "channel_scale" in parts)
+        assert cpu.module.in_integers(isa, cpu._side(store)) == fits
     for heads in (6, 14):  # a block of rows that is not full, and one after a full one
         q = 0.3 * torch.randn(2, heads, 1, 64, generator=generator)
-        _close(*_both(new, q, isa), isa if integers else "")
+        _close(*_both(new, q, isa), "" if widths == "any" else isa)
 
 
 def test_calls_that_would_read_astray_are_refused() -> None:

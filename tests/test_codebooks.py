@@ -6,6 +6,7 @@ from scipy.integrate import quad
 
 from kvfold.quant.codebooks import (
     distortion,
+    even_flat_levels,
     flat_levels,
     gaussian,
     gaussian_levels,
@@ -103,6 +104,16 @@ def test_levels_on_a_grid_of_eight_bits(bits: int) -> None:
         np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
         assert distortion(density, rounded) < (1 + cost) * distortion(density, np.array(levels))
     assert on_grid(flat_levels(7)) == flat_levels(7)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 7])
+def test_even_levels_are_the_best_of_their_kind(bits: int) -> None:
+    density, levels = generalised_gaussian(3.0), np.array(even_flat_levels(bits))
+    np.testing.assert_allclose(np.diff(levels), levels[1] - levels[0], rtol=1e-9)
+    np.testing.assert_allclose(levels, -levels[::-1])
+    own, best = distortion(density, levels), distortion(density, np.array(flat_levels(bits)))
+    assert all(own < distortion(density, by * levels) for by in (0.97, 1.03))
+    assert best <= own * (1 + 1e-9) < 1.5 * best
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

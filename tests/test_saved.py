@@ -479,7 +479,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="its kind is 'kvfold-calibration-1'"):
             FoldedCache.load(path)
         write(path, KIND, VERSION + 1, Contents())
-        with pytest.raises(ValueError, match=r"of version '4', this kvfold reads version 3: kvfold '[\d.]+' wrote it"):
+        with pytest.raises(ValueError, match=r"of version '5', this kvfold reads version 4: kvfold '[\d.]+' wrote it"):
             FoldedCache.load(path)
         save_file({"weight": torch.zeros(3)}, path, {"kind": KIND, "version": str(VERSION), "data": "{}"})
         with pytest.raises(ValueError, match="it has no checksum"):

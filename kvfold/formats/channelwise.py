@@ -12,7 +12,7 @@ from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels import ops
 from kvfold.kernels.places import Places
 from kvfold.quant import affine
-from kvfold.quant.codebooks import flat_levels, on_grid
+from kvfold.quant.codebooks import even_flat_levels, flat_levels, on_grid
 from kvfold.quant.packing import TILE, padded
 from kvfold.quant.transforms import ChannelOrder, as_they_come
 
@@ -86,7 +86,7 @@ class Channelwise(Ordered):
 @cache
 def _levels(bits: tuple[int, ...]) -> Tensor:
     """One level table for all that spread their bits alike."""
-    return level_table({b: on_grid(flat_levels(b)) for b in set(bits)}, bits)
+    return level_table({b: even_flat_levels(b) if b == 7 else on_grid(flat_levels(b)) for b in set(bits)}, bits)
 
 
 def spread_bits(bits: int, groups: int) -> tuple[int, ...]:

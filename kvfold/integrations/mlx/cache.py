@@ -26,7 +26,7 @@ from kvfold.integrations.mlx.attach import FoldedHandle, attach
 
 logger = logging.getLogger("kvfold")
 
-KIND = "kvfold-mlx-2"
+KIND = "kvfold-mlx-3"
 
 # By `Passes.name`: mlx-lm loads layers one by one, and those of a cache share what gives them bits.
 _LOADED: WeakValueDictionary[str, PromptBudgets] = WeakValueDictionary()

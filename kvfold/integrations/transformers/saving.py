@@ -11,7 +11,7 @@ from kvfold.cache.saved import FLOATS, Contents
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 KIND = "kvfold-cache"
-VERSION = 3
+VERSION = 4
 """Raised with every change of what files hold, of what a format's codes mean, and of when a format is fitted."""
 
 SHAPING = (

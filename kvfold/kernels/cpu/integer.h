@@ -2,9 +2,9 @@
 // registers and are multiplied there; nothing is unfolded to memory. integer_keys.h and integer_values.h do it.
 //
 // A level is middle + step · number. That is exact for codebooks on such a grid, and elsewhere far below the distance of
-// levels of up to 4 bits. Weights of values have 8 bits, with a scale for each page and scale group. Queries have 8, with a
-// scale for each segment of tiles that need equal precision, and 16 where levels have 5 or 6 (few channels have so many, and
-// large queries) or tokens have offsets (which leave small errors, in channels of all sizes).
+// levels of up to 4 bits. Weights of values have a scale for each page and scale group, and 8 bits, or 16 where a value has 5.
+// Queries have 8, with a scale for each segment of tiles that need equal precision, and 16 where levels have 5 to 7 (few
+// channels have so many, and large queries) or tokens have offsets (which leave small errors, in channels of all sizes).
 #pragma once
 
 #include <memory>
@@ -14,6 +14,9 @@
 #ifdef __AVX512VNNI__
 namespace kvfold::KVFOLD_ISA {
 namespace {
+
+constexpr unsigned kMostBits = 7;
+constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid, those of 7 evenly
 
 // The entry of a table of 64 that each byte of `index` names by its low 6 bits; the table repeats every 2^Bits.
 template <unsigned Bits>
@@ -44,12 +47,20 @@ KVFOLD_INLINE __m512i move_bit(__m512i plane) {
 }
 
 // The numbers of field F of one tile: byte 4 · lane + j is that of step 4 · F + j. Bits of an index beyond Bits may be
-// anything, as tables repeat.
+// anything, as tables repeat. 7 bits have no table: levels are even, and numbers 2 · code + 1.
 template <unsigned Bits, std::size_t F>
 KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
-  static_assert(Bits >= 1 && Bits <= 6);
+  static_assert(Bits >= 1 && Bits <= kMostBits);
   constexpr int kSelect = 0xca;  // of _mm512_ternarylogic (a macro in places): second where the first is 1, else third
   __m512i index;
+  if constexpr (Bits == 7) {
+    const __m512i low = _mm512_loadu_si512(packed + F / 2 * 64), pairs = _mm512_loadu_si512(packed + 128);
+    const __m512i fours = F % 2 ? _mm512_srli_epi16(low, 3) : _mm512_slli_epi16(low, 1);
+    const __m512i twos = F < 3 ? _mm512_slli_epi16(pairs, 5 - 2 * F) : _mm512_srli_epi16(pairs, 1);
+    index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x1e), fours, twos, kSelect);
+    index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x7e), index, (move_bit<F, 7>(bit_plane(packed + 192))), kSelect);
+    return _mm512_or_si512(index, _mm512_set1_epi8(1));
+  }
   if constexpr (Bits >= 4) {
     index = _mm512_loadu_si512(packed + F / 2 * 64);
     if constexpr (F % 2) index = _mm512_srli_epi16(index, 4);
@@ -74,7 +85,6 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
 constexpr std::size_t share_of(std::size_t bytes) { return (bytes / 2 + 63) / 64; }
 
 constexpr std::size_t kFields = 4;  // of a tile, each of four steps
-constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid
 
 // The codebooks of one side's channel tiles in 8-bit numbers.
 class Numbers {
@@ -121,22 +131,24 @@ class Numbers {
       }
       const auto [low, high] = std::minmax_element(lut, lut + count);
       middle_[g] = 0.5f * (*low + *high);
-      step_[g] = std::max(*high - *low, 1e-30f) / numbers_of(lut, count);
+      const bool even = are_even(lut, count);
+      step_[g] = std::max(*high - *low, 1e-30f) / static_cast<float>(254 - (even ? 254 % (count - 1) : 0));
+      fits_ = fits_ && (bits < 7 || (even && bias == 128));
       for (std::size_t i = 0; i < count; ++i) {
         const float exact = (lut[i] - middle_[g]) / step_[g], number = std::rint(exact);
         fits_ = fits_ && (bits <= kRounded || std::fabs(exact - number) < 0.01f);
-        table[i] = static_cast<std::uint8_t>(static_cast<int>(number) + bias);
+        if (bits < 7) table[i] = static_cast<std::uint8_t>(static_cast<int>(number) + bias);
       }
       for (std::size_t held = count; held < 64; held *= 2) std::memcpy(table + held, table, held);
     }
   }
 
-  // How many numbers lie between the least and the largest level: 254, or fewer if that makes even levels exact.
-  static float numbers_of(const float* lut, std::size_t count) {
+  // Whether levels are equally far from each other: as many numbers then lie between neighbours, 254 of them or less in all.
+  static bool are_even(const float* lut, std::size_t count) {
     const float distance = (lut[count - 1] - lut[0]) / static_cast<float>(count - 1);
     for (std::size_t i = 0; i < count; ++i)
-      if (std::fabs(lut[i] - lut[0] - distance * static_cast<float>(i)) > 1e-4f * std::fabs(distance)) return 254.0f;
-    return static_cast<float>(254 - 254 % (count - 1));
+      if (std::fabs(lut[i] - lut[0] - distance * static_cast<float>(i)) > 1e-4f * std::fabs(distance)) return false;
+    return true;
   }
 
   bool fits() const { return fits_; }

@@ -13,7 +13,7 @@ namespace {
 class IntegerKeys {
  public:
   explicit IntegerKeys(const Side& side)
-      : side_(side), numbers_(side_, 6, 128), width_(padded(side_.shape.head_dim)), size_(side_.shape.page_size) {
+      : side_(side), numbers_(side_, kMostBits, 128), width_(padded(side_.shape.head_dim)), size_(side_.shape.page_size) {
     if (!numbers_.fits()) return;
     for (std::size_t g = 0; g < numbers_.tiles(); ++g) any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
   }
@@ -67,6 +67,7 @@ class IntegerKeys {
   // A segment's queries, for each row of a block.
   struct alignas(16) Part {
     float worth[kBlock] = {};  // what 1 stands for in the rounded ones
+    float per[kBlock] = {};    // 1 / worth
     float base[kBlock] = {};   // Σ q̃ ⊙ S · middle, and what takes the 128 off
     float total[kBlock] = {};  // Σ q̃
   };
@@ -77,11 +78,28 @@ class IntegerKeys {
   // A block of rows for one page.
   Part& part(std::size_t block, std::size_t segment) const { return parts_[block * numbers_.segment_count() + segment]; }
 
-  // q̃ ⊙ S · step as whole numbers.
+  // q̃ ⊙ S · step as whole numbers: of all segments first what 1 stands for, which takes long to be ready.
   template <std::size_t Rows>
   void round(std::size_t block, const float* scale, std::size_t r) {
+    for (std::size_t i = 0; i < numbers_.segment_count(); ++i) measure<Rows>(i, block, scale, r);
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i)
       numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, block, scale, r) : round_segment<Rows, false>(i, block, scale, r);
+  }
+
+  template <std::size_t Rows>
+  KVFOLD_INLINE void measure(std::size_t index, std::size_t block, const float* scale, std::size_t r) {
+    const Numbers::Segment& segment = numbers_.segment(index);
+    const float* steps = &steps_[r * width_];
+    Vec most[kBlock] = {};
+    for (std::size_t g = segment.first_tile; g < segment.first_tile + segment.tiles; ++g) {
+      const Vec s = load(scale + g * kTile);
+      for (std::size_t i = 0; i < Rows; ++i)
+        most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
+    }
+    const __m128 one = _mm_mul_ps(__m128(largest_four(most)), _mm_set1_ps(1.0f / (segment.two_bytes ? 32512.0f : 127.0f)));
+    Part& own = part(block, index);
+    _mm_store_ps(own.worth, one);
+    _mm_store_ps(own.per, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
   }
 
   // Those of one segment, in 8 bits or in 16 as 256 · upper + lower.
@@ -91,16 +109,7 @@ class IntegerKeys {
     const bool any_middle = any_middle_;
     const float* steps = &steps_[r * width_];
     Part& own = part(block, index);
-    Vec most[kBlock] = {}, middle[kBlock] = {}, total[kBlock] = {};
-    for (std::size_t g = first; g < last; ++g) {
-      const Vec s = load(scale + g * kTile);
-      for (std::size_t i = 0; i < Rows; ++i)
-        most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
-    }
-    const __m128 one = _mm_mul_ps(__m128(largest_four(most)), _mm_set1_ps(1.0f / (TwoBytes ? 32512.0f : 127.0f)));
-    _mm_store_ps(own.worth, one);
-    alignas(16) float per_one[kBlock];
-    _mm_store_ps(per_one, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
+    Vec middle[kBlock] = {}, total[kBlock] = {};
     const __m512i bias = _mm512_set1_epi8(-128);  // unsigned: 128
     __m512i upper_sum{}, lower_sum{};
     for (std::size_t g = first; g < last; ++g) {
@@ -108,7 +117,7 @@ class IntegerKeys {
       __m512i upper[kBlock] = {}, lower[kBlock] = {};
       for (std::size_t i = 0; i < Rows; ++i) {
         const Vec v = load(steps + i * width_ + g * kTile) * s;
-        __m512i whole = _mm512_cvtps_epi32(__m512(v * per_one[i]));
+        __m512i whole = _mm512_cvtps_epi32(__m512(v * own.per[i]));
         if (any_middle) middle[i] += v * (numbers_.middle(g) / numbers_.step(g));
         if constexpr (TwoBytes) {
           const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
@@ -123,7 +132,7 @@ class IntegerKeys {
     }
     __m128 base = _mm_cvtepi32_ps(sum_of_fours(upper_sum));
     if constexpr (TwoBytes) base = _mm_fmadd_ps(base, _mm_set1_ps(256.0f), _mm_cvtepi32_ps(sum_of_fours(lower_sum)));
-    base = _mm_mul_ps(base, _mm_sub_ps(_mm_setzero_ps(), one));
+    base = _mm_mul_ps(base, _mm_sub_ps(_mm_setzero_ps(), _mm_load_ps(own.worth)));
     if (any_middle) base = _mm_add_ps(base, __m128(sum_four(middle)));
     _mm_store_ps(own.base, base);
     if (!side_.offset) return;
@@ -172,6 +181,7 @@ class IntegerKeys {
         if (bits == 4) add.template operator()<4, true>(i);
         if (bits == 5) add.template operator()<5, true>(i);
         if (bits == 6) add.template operator()<6, true>(i);
+        if (bits == 7) add.template operator()<7, true>(i);
       }
       if constexpr (Narrow) break;
     }

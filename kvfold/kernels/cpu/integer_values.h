@@ -11,9 +11,12 @@ namespace {
 // used, as each takes long to be ready.
 class IntegerValues {
  public:
-  explicit IntegerValues(const Side& side) : side_(side), numbers_(side_, kRounded, 0), size_(side_.shape.page_size) {
+  explicit IntegerValues(const Side& side) : side_(side), numbers_(side_, 5, 0), size_(side_.shape.page_size) {
     if (!fits()) return;
-    for (std::size_t g = 0; g < numbers_.tiles(); ++g) any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
+    for (std::size_t g = 0; g < numbers_.tiles(); ++g) {
+      any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
+      two_bytes_ = two_bytes_ || side_.shape.bits[g] > kRounded;
+    }
   }
 
   bool fits() const {
@@ -25,14 +28,20 @@ class IntegerValues {
     blocks_ = (rows + kBlock - 1) / kBlock;
     const std::size_t count = pages * side_.groups * blocks_;
     if (count <= worth_count_) return;
-    worth_count_ = count, worths_.reset(new Worth[count]), weights_ = Buffer::unset(count * kBlock * size_ / sizeof(float));
+    worth_count_ = count, worths_.reset(new Worth[count]);
+    upper_ = Buffer::unset(count * kBlock * size_ / sizeof(float));
+    if (two_bytes_) lower_ = Buffer::unset(count * kBlock * size_ / sizeof(float));
   }
 
   // Takes the probabilities, `stride` apart from row to row, of the tokens of one of the pages.
   void prepare(std::size_t number, const Page& page, std::size_t rows, const float* probabilities, std::size_t stride, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
-      for (std::size_t group = 0; group < side_.groups; ++group)
-        round<Rows>(index_of(number, group, r), page, group, probabilities + r * stride, stride), ahead.ask<24>();
+      for (std::size_t group = 0; group < side_.groups; ++group) {
+        const std::size_t index = index_of(number, group, r);
+        two_bytes_ ? round<Rows, true>(index, page, group, probabilities + r * stride, stride)
+                   : round<Rows, false>(index, page, group, probabilities + r * stride, stride);
+        ahead.ask<24>();
+      }
     });
   }
 
@@ -40,17 +49,20 @@ class IntegerValues {
   void add(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* sums, Ahead& ahead) const {
     const std::size_t width = numbers_.tiles() * kTile;
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
+      float* to = sums + r * width;
       for (std::size_t i = 0; i < numbers_.run_count(); ++i) {
         const Numbers::Run& run = numbers_.run(i);
-        const std::size_t weights = index_of(number, run.group, r);
-        in_widths<4>(run.count, [&](auto many, std::size_t tile) {
-          const std::uint8_t* from = code + 2 * size_ * (run.before + run.bits * tile);
-          float* to = sums + r * width;
-          if (run.bits == 1) block<1, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
-          if (run.bits == 2) block<2, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
-          if (run.bits == 3) block<3, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
-          if (run.bits == 4) block<4, Rows, many()>(weights, page, from, run.first + tile, to, ahead);
-        });
+        const std::size_t index = index_of(number, run.group, r);
+        const auto of_bits = [&]<unsigned Bits, bool TwoBytes>() KVFOLD_LAMBDA {
+          if (run.bits == Bits) add_run<Bits, Rows, TwoBytes>(run, index, page, code, to, ahead);
+        };
+        if (two_bytes_) {
+          of_bits.template operator()<1, true>(), of_bits.template operator()<2, true>(), of_bits.template operator()<3, true>();
+          of_bits.template operator()<4, true>(), of_bits.template operator()<5, true>();
+        } else {
+          of_bits.template operator()<1, false>(), of_bits.template operator()<2, false>();
+          of_bits.template operator()<3, false>(), of_bits.template operator()<4, false>();
+        }
       }
     });
   }
@@ -66,13 +78,15 @@ class IntegerValues {
     return (number * side_.groups + group) * blocks_ + r / kBlock;
   }
 
-  std::uint8_t* bytes(std::size_t index) { return reinterpret_cast<std::uint8_t*>(weights_.data()) + index * kBlock * size_; }
-  const std::uint8_t* bytes(std::size_t index) const {
-    return reinterpret_cast<const std::uint8_t*>(weights_.data()) + index * kBlock * size_;
+  std::uint8_t* bytes(Buffer& weights, std::size_t index) {
+    return reinterpret_cast<std::uint8_t*>(weights.data()) + index * kBlock * size_;
+  }
+  const std::uint8_t* bytes(const Buffer& weights, std::size_t index) const {
+    return reinterpret_cast<const std::uint8_t*>(weights.data()) + index * kBlock * size_;
   }
 
-  // Probabilities times a group's scales as whole numbers of 8 bits.
-  template <std::size_t Rows>
+  // Probabilities times a group's scales as whole numbers of 8 bits, or of 16 as 256 · upper + lower.
+  template <std::size_t Rows, bool TwoBytes>
   void round(std::size_t index, const Page& page, std::size_t group, const float* probabilities, std::size_t stride) {
     const float *scales = page.scale() + group * size_, *offsets = page.offset() + group * size_;
     const bool middle = any_middle_, centred = side_.centre, shifted = side_.offset;
@@ -88,39 +102,56 @@ class IntegerValues {
       }
     }
     Worth& worth = worths_[index];
-    const __m128 one = _mm_div_ps(__m128(largest_four(most)), _mm_set1_ps(255.0f));
+    const __m128 one = _mm_div_ps(__m128(largest_four(most)), _mm_set1_ps(TwoBytes ? 65535.0f : 255.0f));
     _mm_store_ps(worth.one, one);
     alignas(16) float per[kBlock];
     _mm_store_ps(per, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
-    std::uint8_t* weights = bytes(index);
     for (std::size_t t = 0; t < size_; t += kLanes) {
       const Vec scale = load(scales + t);
-      __m512i whole[kBlock] = {};
-      for (std::size_t i = 0; i < Rows; ++i)
-        whole[i] = _mm512_cvtps_epi32(__m512(load(probabilities + i * stride + t) * scale * per[i]));
-      store_four<false>(weights + t * kBlock, whole);
+      __m512i upper[kBlock] = {}, lower[kBlock] = {};
+      for (std::size_t i = 0; i < Rows; ++i) {
+        upper[i] = _mm512_cvtps_epi32(__m512(load(probabilities + i * stride + t) * scale * per[i]));
+        if constexpr (TwoBytes) {
+          lower[i] = _mm512_and_si512(upper[i], _mm512_set1_epi32(255));
+          upper[i] = _mm512_srli_epi32(upper[i], 8);
+        }
+      }
+      store_four<false>(bytes(upper_, index) + t * kBlock, upper);
+      if constexpr (TwoBytes) store_four<false>(bytes(lower_, index) + t * kBlock, lower);
     }
     if (centred) store(worth.total, sum_four(total));
     if (shifted) store(worth.offset, sum_four(offset));
     if (middle) store(worth.scaled, sum_four(scaled));
   }
 
+  // Adds what Rows rows make of the channels of one run.
+  template <unsigned Bits, std::size_t Rows, bool TwoBytes>
+  void add_run(const Numbers::Run& run, std::size_t index, const Page& page, const std::uint8_t* code, float* to, Ahead& ahead) const {
+    in_widths<TwoBytes ? 2 : 4>(run.count, [&](auto width, std::size_t tile) {
+      block<Bits, Rows, width(), TwoBytes>(index, page, code + 2 * size_ * (run.before + Bits * tile), run.first + tile, to, ahead);
+    });
+  }
+
   // Rows rows over Width tiles of channels with one codebook.
-  template <unsigned Bits, std::size_t Rows, std::size_t Width>
+  template <unsigned Bits, std::size_t Rows, std::size_t Width, bool TwoBytes>
   void block(std::size_t index, const Page& page, const std::uint8_t* code, std::size_t tile, float* to, Ahead& ahead) const {
     const std::size_t tile_bytes = 2 * size_ * Bits, size = size_;
-    __m512i sums[Rows][Width];
-    clear(sums);
+    __m512i upper[Rows][Width], lower[Rows][Width];
+    clear(upper), clear(lower);
     const __m512i table = numbers_.table(tile);
-    const std::uint8_t* weight = bytes(index);
-    for (std::size_t t = 0; t < size; t += kTile, code += 32 * Bits, weight += kTile * kBlock) {
+    const std::uint8_t *up = bytes(upper_, index), *low = TwoBytes ? bytes(lower_, index) : nullptr;
+    for (std::size_t t = 0; t < size; t += kTile, code += 32 * Bits, up += kTile * kBlock, low += TwoBytes ? kTile * kBlock : 0) {
       ahead.ask<share_of(32 * Bits * Width)>();
       each<kFields>([&](auto f) KVFOLD_LAMBDA {
         __m512i number[Width];
         each<Width>([&](auto w) KVFOLD_LAMBDA { number[w] = tile_numbers<Bits, f()>(code + w * tile_bytes, table); });
         each<Rows>([&](auto i) KVFOLD_LAMBDA {
-          const __m512i x = broadcast_four(weight + 16 * f + 4 * i);
-          each<Width>([&](auto w) KVFOLD_LAMBDA { sums[i][w] = _mm512_dpbusd_epi32(sums[i][w], x, number[w]); });
+          const __m512i x = broadcast_four(up + 16 * f + 4 * i);
+          each<Width>([&](auto w) KVFOLD_LAMBDA { upper[i][w] = _mm512_dpbusd_epi32(upper[i][w], x, number[w]); });
+          if constexpr (TwoBytes) {
+            const __m512i rest = broadcast_four(low + 16 * f + 4 * i);
+            each<Width>([&](auto w) KVFOLD_LAMBDA { lower[i][w] = _mm512_dpbusd_epi32(lower[i][w], rest, number[w]); });
+          }
         });
       });
     }
@@ -133,7 +164,9 @@ class IntegerValues {
       float* at = to + i * width + tile * kTile;
       each<Width>([&](auto w) KVFOLD_LAMBDA {
         __m512 y = _mm512_add_ps(_mm512_load_ps(at + w * kTile), _mm512_set1_ps(same));
-        y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[i][w]), _mm512_set1_ps(one), y);
+        __m512 sum = _mm512_cvtepi32_ps(upper[i][w]);
+        if constexpr (TwoBytes) sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[i][w]));
+        y = _mm512_fmadd_ps(sum, _mm512_set1_ps(one), y);
         if (centred) y = _mm512_fmadd_ps(_mm512_load_ps(centre + w * kTile), _mm512_set1_ps(total), y);
         _mm512_store_ps(at + w * kTile, y);
       });
@@ -143,8 +176,8 @@ class IntegerValues {
   const Side& side_;
   Numbers numbers_;
   std::size_t size_, blocks_ = 0, worth_count_ = 0;
-  bool any_middle_ = false;
-  Buffer weights_;  // bytes, as `store_four` leaves them
+  bool any_middle_ = false, two_bytes_ = false;
+  Buffer upper_, lower_;  // of the weights: bytes, as `store_four` leaves them
   std::unique_ptr<Worth[]> worths_;
 };
 
