@@ -23,9 +23,9 @@ REACH = 1
 """How many bits more or less than the format's a side may get. One takes most of the gain, and keeps a measurement on
 one kind of text from deciding too much on others."""
 
-MOST = 4
-"""Most bits that a prompt gives a side: up to so many, kernels multiply codes as integers, and attention over 5 or more
-takes half as long again (docs/performance.md). So formats of 4 bits and more stay as they are."""
+MOST = 5
+"""Most bits that a side gets beyond its own: up to so many, CPU kernels multiply codes as integers, and others take
+several times as long (docs/performance.md). So formats of 5 bits and more stay as they are."""
 
 _FAMILY = re.compile(r"kvfold-(\d)(@\d+)?")
 
@@ -55,8 +55,8 @@ class Share(NamedTuple):
     left: int
 
 
-def spread(items: Mapping[Side, Item], spare: int = 0, most: int = 8) -> dict[Side, int]:
-    """Bits of each side, within `REACH` of its own and from 1 to 8, with no larger sum over all numbers held.
+def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
+    """Bits of each side, within `REACH` of its own and up to `MOST`, with no larger sum over all numbers held.
 
     Costs fall by three quarters with each bit, so taking the best step first is best in the end when all sides hold
     as many numbers.
@@ -67,8 +67,6 @@ def spread(items: Mapping[Side, Item], spare: int = 0, most: int = 8) -> dict[Si
         The sides.
     spare
         Bits that others left over, counted as the sum is: bits times numbers of a token.
-    most
-        More bits than these no side gets that has not as many by its name.
     """
     bits = {side: max(1, item.bits - REACH) for side, item in items.items()}
     left = spare + sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
@@ -83,15 +81,15 @@ def spread(items: Mapping[Side, Item], spare: int = 0, most: int = 8) -> dict[Si
     while steps:
         *_, place, side = heappop(steps)
         channels = items[side].loss.channels
-        if bits[side] < _highest(items[side].bits, most) and channels <= left:
+        if bits[side] < _highest(items[side].bits) and channels <= left:
             bits[side] += 1
             left -= channels
             heappush(steps, step(place, side))
     return bits
 
 
-def _highest(bits: int, most: int) -> int:
-    return max(bits, min(most, bits + REACH))
+def _highest(bits: int) -> int:
+    return max(bits, min(MOST, bits + REACH))
 
 
 def bits_in(names: str) -> dict[int, int]:
@@ -204,7 +202,7 @@ class PromptBudgets:
             items = {
                 side: Item(self._asked[side], Loss(cost, channels[side.number])) for side, cost in expected.items()
             }
-            bits = spread(items, sum(share.left for share in before.values()), MOST)
+            bits = spread(items, sum(share.left for share in before.values()))
         left = sum((asked - bits[side]) * channels[side.number] for side, asked in own.items())
         shares[layer] = Share(tuple(costs or ()), {side.number: bits[side] for side in own}, left)
         return with_bits(self.formats[layer], shares[layer].bits)
@@ -217,7 +215,7 @@ def prompt_budgets(
 
     With a calibration there are none: layers are fitted before the first token. Nor are there where keys are of another
     family than kvfold's, which fold token by token, from the first on; nor where no bit could go from one side to
-    another, as in kvfold-1, and in kvfold-4 and above (`MOST`).
+    another, as in kvfold-1, and in kvfold-5 and above (`MOST`).
     """
     if not policy.budgets or calibration is not None:
         return None
@@ -229,5 +227,5 @@ def prompt_budgets(
         if 0 in bits_in(names):
             formats[layer] = names
     asked = {bits for names in formats.values() for bits in bits_in(names).values()}
-    moves = any(bits > 1 for bits in asked) and any(bits < _highest(bits, MOST) for bits in asked)
+    moves = any(bits > 1 for bits in asked) and any(bits < _highest(bits) for bits in asked)
     return PromptBudgets(formats) if moves else None

@@ -26,7 +26,7 @@ class Policy:
         whole pages.
     budgets
         Whether layers get bits of their own in kvfold's formats, of about the same sum: by what a calibration says of
-        them, or else by what the prompt's first tokens do, in kvfold-3 and below (docs/quality.md). Layers with an
+        them, or else by what the prompt's first tokens do, in kvfold-4 and below (docs/quality.md). Layers with an
         exception keep what that says.
     """
 

@@ -54,9 +54,9 @@ def calibrate(
     Or, with --eviction, what queries are like before RoPE, for a cache that forgets tokens.
 
     By the costs, layers get bits of their own, with the mean that the format names; SmolLM2 loses a third less. Without
-    a calibration the first 256 tokens of each sequence, which stay dense until then, tell both, about as well (bits in
-    kvfold-3 and kvfold-2). With one, folding starts with the first page, and all sequences fold alike. With
-    --no-budgets all layers of a cache that goes by it have as many bits.
+    a calibration the first 256 tokens of each sequence, which stay dense until then, tell both, about as well. With
+    one, folding starts with the first page, and all sequences fold alike. With --no-budgets all layers of a cache that
+    goes by it have as many bits.
 
     kvfold calibrate --model FOLDER --out model.safetensors
 

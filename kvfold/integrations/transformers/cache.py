@@ -64,9 +64,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
         fitted, such as "kvfold-4". None: they go by the first 256 tokens of each sequence, which stay dense until
         then. Those also give layers bits of their own, as does a calibration with losses (`kvfold.measure_losses`):
-        with "kvfold-3" each layer's keys, and its values, have 2, 3 or 4, and 3 on average; "kvfold-4" has 4 unless a
-        calibration says otherwise. Sequences of one length in a batch share bits; a policy with `budgets=False` leaves
-        all layers with as many.
+        with "kvfold-3" each layer's keys, and its values, have 2, 3 or 4, and 3 on average. Sequences of one length in
+        a batch share bits; a policy with `budgets=False` leaves all layers with as many.
     sharpen
         Whether attention scales scores against what tbq and tbqp codes of keys do to them (head_dim 64 and 256).
     eviction
