@@ -4,10 +4,13 @@ Works on a model's `config.json` as a plain dict; nothing is loaded.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
+from kvfold.cache.budgets import prompt_budgets
+from kvfold.cache.policy import Policy
+from kvfold.cache.prompt_costs import count_looked_at
 from kvfold.cache.rows import tail_capacity
 from kvfold.formats import FormatPair, get_formats
 
@@ -48,6 +51,8 @@ class LayerShape:
         Shape of a token's keys and values; for "latent", the latent's and the rotary part's.
     window
         Width of a sliding window; 0 for the other kinds.
+    heads
+        Query heads; 0 if nobody knows.
     """
 
     kind: Literal["full", "sliding", "latent", "none"]
@@ -55,6 +60,7 @@ class LayerShape:
     key_dim: int = 0
     value_dim: int = 0
     window: int = 0
+    heads: int = 0
 
     @property
     def values_per_token(self) -> int:
@@ -152,7 +158,7 @@ def model_layers(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
         return (latent,) * layers
     dim = resolve_head_dim(config).value
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    full = LayerShape("full", kv_heads, dim, int(config.get("v_head_dim") or dim))
+    full = LayerShape("full", kv_heads, dim, int(config.get("v_head_dim") or dim), heads=int(heads))
     window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
     sliding = LayerShape("sliding", kv_heads, full.key_dim, full.value_dim, int(window))
     kinds = config.get("layer_types")
@@ -184,13 +190,16 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, dense_byt
     """
     dense_only = DENSE_DTYPES.get(format)
     total, tables = 0.0, {}
+    full = [index for index, layer in enumerate(layers) if layer.kind == "full"]
+    budgets = prompt_budgets(Policy(format), None, len(layers), full) if dense_only is None else None
     for index, layer in enumerate(layers):
         itemsize = dense_bytes if dense_only is None else dense_only
         if layer.kind in FOLDED and dense_only is None:
             pair = _formats_of(layer, format).at(index, None)
+            pair = replace(pair, awaits_bits=budgets is not None and index in budgets.formats)
             total += layer.kv_heads * _folded_bytes(pair, tokens, itemsize) + 8  # and the row's index
             if pair.awaits_fit:
-                total += layer.kv_heads * _fit_bytes(pair, tokens)
+                total += _fit_bytes(pair, tokens, layer)
             for form in (pair.keys.form, pair.values.form):
                 for tensor in (form.lut, *form.transform.tensors()):
                     tables[id(tensor)] = tensor.nbytes
@@ -253,14 +262,17 @@ def _folded_bytes(pair: FormatPair, tokens: int, dense_bytes: float) -> float:
     return pages * page + dense * pair.dense_channels * dense_bytes
 
 
-def _fit_bytes(pair: FormatPair, tokens: int) -> int:
-    """One KV head's orders of channels, and the query energies that that of keys is found by."""
+def _fit_bytes(pair: FormatPair, tokens: int, layer: LayerShape) -> int:
+    """A layer's orders of channels, and what is held of queries to find them, and bits, by."""
     window, channels = pair.window, pair.keys.head_dim
     ordered = [fmt.head_dim for fmt in (pair.keys, pair.values) if fmt.awaits_fit]
-    order = sum(ordered) if tokens >= pair.fit_tokens else 0
-    awaited = tokens < pair.fit_tokens + window.undo
-    energies = channels * max(min(tokens, pair.fit_tokens) - window.sinks, 0) if awaited else 0
-    return 2 * (order + energies)
+    order = layer.kv_heads * sum(ordered) if tokens >= pair.fit_tokens else 0
+    if tokens >= pair.fit_tokens + window.undo:
+        return 2 * order
+    first = min(tokens, pair.fit_tokens)
+    energies = layer.kv_heads * max(first - window.sinks, 0)
+    queries = layer.heads * count_looked_at(first, window.sinks) if pair.awaits_bits else 0
+    return 2 * (order + channels * (energies + queries))
 
 
 def _longest(layers: Sequence[LayerShape], format: str, memory: int) -> int:

@@ -8,7 +8,7 @@ from kvfold.formats.page import level_table
 from kvfold.kernels import ops
 from kvfold.kernels.cpu import module
 from kvfold.quant.affine import candidates, closest_affine, encode
-from kvfold.quant.codebooks import flat_levels
+from kvfold.quant.codebooks import even_flat_levels, flat_levels
 from kvfold.quant.packing import Lanes, unpack
 from kvfold.quant.transforms import ChannelOrder
 
@@ -16,8 +16,8 @@ STEPS = 8
 
 
 def _tables(channels: int) -> tuple[Tensor, list[int]]:
-    bits = [(6, 4, 3, 2, 1, 8)[group % 6] for group in range(-(-channels // 16))]
-    return level_table({b: flat_levels(b) for b in set(bits)}, tuple(bits)), bits
+    bits = [(6, 7, 3, 5, 1, 8, 4, 2)[group % 8] for group in range(-(-channels // 16))]
+    return level_table({b: even_flat_levels(b) if b == 7 else flat_levels(b) for b in set(bits)}, tuple(bits)), bits
 
 
 def _vectors(channels: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold.cache.budgets import MOST, REACH, Item, Side, budgeted, spread
+from kvfold.cache.budgets import Item, Side, budgeted, choice, spread
 from kvfold.cache.calibration import KIND, Loss
 from kvfold.evaluate import evaluate_formats
 from kvfold.formats import KeyStatistics, get_formats
@@ -36,14 +36,16 @@ def _left(items: dict[Side, Item], bits: dict[Side, int]) -> float:
     return sum(item.loss.kl * 4.0 ** -bits[side] for side, item in items.items())
 
 
+def test_what_a_side_can_get() -> None:
+    assert [list(choice(bits)) for bits in range(1, 9)] == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [5], [6], [7], [8]]
+
+
 @given(st.lists(st.tuples(st.integers(1, 8), kls), min_size=1, max_size=6))
 def test_the_spread_is_the_best_there_is(drawn: list[tuple[int, float]]) -> None:
     items = {Side(i // 2, i % 2): Item(bits, Loss(kl, 192)) for i, (bits, kl) in enumerate(drawn)}
     got, total = spread(items), sum(item.bits for item in items.values())
     assert sum(got.values()) == total
-    ranges = [
-        range(max(1, n - REACH), max(n, min(MOST, n + REACH)) + 1) for n in (item.bits for item in items.values())
-    ]
+    ranges = [choice(item.bits) for item in items.values()]
     others = [dict(zip(items, bits, strict=True)) for bits in product(*ranges) if sum(bits) == total]
     assert got in others
     best = min(_left(items, bits) for bits in others)
@@ -60,7 +62,7 @@ def test_sides_of_several_widths_hold_no_more(drawn: list[tuple[int, float, int]
     )
     assert held <= before
     assert before - held < 576  # no more is left over than the widest side could not take
-    assert all(abs(got[side] - n) <= REACH and 1 <= got[side] <= max(n, MOST) for side, (n, _) in items.items())
+    assert all(got[side] in choice(item.bits) for side, item in items.items())
 
 
 def _calibration(*losses: tuple[float, ...], channels: int = 128) -> kvfold.Calibration:

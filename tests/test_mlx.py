@@ -152,7 +152,8 @@ AT_128 = ("tq3", "tq4", "polar4", "polar4-u8", "tbqx3-values")
 NAMES = (
     *PRESETS, *(name for name in FORMATS if name not in ("amx3", "tbqx3")), "turboquant-4+qjl", "kvfold-4:turboquant-3",
     "turboquant-3+sign", "kvfold-3@32", "tbq3", "tbq4", "tbqp3", "tbqp4", "tq3", "tq4", "polar4", "polar4-u8", "q8_0",
-    "q4_0", "f16", "affine-4g32", "uniform-4", "turboquant-2.5", "float16:kvfold-2", "centred-4", "bold", "safe",
+    "q4_0", "f16", "affine-4g32", "uniform-4", "turboquant-2.5", "float16:kvfold-2", "kvfold-5", "centred-4", "bold",
+    "safe",
 )  # fmt: skip
 
 

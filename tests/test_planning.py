@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold import FoldedCache
+from kvfold import FoldedCache, attach
 from kvfold.integrations.models import read_config
 from kvfold.planning import bytes_per_token, held_bytes, model_layers, plan, resolve_head_dim
 
@@ -30,7 +32,7 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tokens", [10, 100, 1000, 4096])
+@pytest.mark.parametrize("tokens", [10, 300, 1000, 4096])
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4"])
 def test_agrees_with_the_real_cache(
     demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], format: str, tokens: int
@@ -42,6 +44,21 @@ def test_agrees_with_the_real_cache(
         cache.update(*torch.randn(2, 1, 3, tokens, 64, dtype=torch.bfloat16), layer)
     projected = held_bytes(model_layers(read_config("smollm2")), format, tokens)
     assert projected == pytest.approx(cache.held_bytes(), rel=0.01)
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4"])
+@pytest.mark.parametrize("dim", [48, 64])
+def test_agrees_before_a_prompt_is_fitted(random_ids: Callable[[int, int], Tensor], dim: int, format: str) -> None:
+    """While what the fit needs of queries is held, too: below 64 channels only layers' bits wait for it."""
+    shape = {"hidden_size": 4 * dim, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, intermediate_size=64, head_dim=dim, **shape)).bfloat16().eval()
+    attach(model)
+    for tokens in (100, 200, 270, 300):
+        cache = FoldedCache(model.config, format)
+        model(random_ids(1, tokens), past_key_values=cache)
+        projected = held_bytes(model_layers(model.config.to_dict()), format, tokens)
+        tables = 10_000 if format == "kvfold-4" and tokens > 256 else 0  # layers' bits may have levels of their own
+        assert abs(projected - cache.held_bytes()) < 0.01 * cache.held_bytes() + tables
 
 
 def test_known_bytes_a_token() -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.attention import attend
-from kvfold.cache.budgets import MOST, REACH, Item, PromptBudgets, Side, spread
+from kvfold.cache.budgets import Item, PromptBudgets, Side, choice, spread
 from kvfold.cache.calibration import Loss
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.prompt_costs import EVERY, FOLDED, count_looked_at, far_errors, looked_at
@@ -108,7 +108,7 @@ def test_the_same_queries_are_looked_at_however_they_come(chunks: list[int], sin
 def test_the_sum_is_kept(costs: list[tuple[float, float]], base: int) -> None:
     bits = _decided(costs, base)
     assert sum(map(sum, bits)) == 2 * base * len(costs)
-    assert all(max(1, base - REACH) <= n <= max(base, min(MOST, base + REACH)) for own in bits for n in own)
+    assert all(n in choice(base) for own in bits for n in own)
 
 
 def test_layers_with_more_heads_count_for_more() -> None:
@@ -187,6 +187,18 @@ def test_layers_have_bits_of_their_own(demo: Demo, text_ids: Tensor) -> None:
     assert set(_bits(alike)) == {(3, 3)}
     assert set(_formats(alike)) == {"kvfold-3"}
     assert cache.bits_per_value() < alike.bits_per_value() + 0.2  # level tables, at 300 tokens
+
+
+@pytest.mark.parametrize(
+    ("format", "keys", "values"), [("near-lossless", 4, 4), ("smallest", 2, 2), ("kvfold-8:kvfold-4", 8, 4)]
+)
+def test_bits_of_other_formats(demo: Demo, text_ids: Tensor, format: str, keys: int, values: int) -> None:
+    cache = kvfold.FoldedCache(demo[0].config, format)
+    demo[0](text_ids[:, :300], past_key_values=cache, logits_to_keep=1)
+    for number, asked in enumerate((keys, values)):
+        found = [own[number] for own in _bits(cache)]
+        assert set(found) == set(choice(asked))
+    assert sum(map(sum, _bits(cache))) == 30 * (keys + values)
 
 
 def test_policies_keep_what_they_name(llama: PreTrainedModel, random_ids: Ids) -> None:

@@ -24,8 +24,8 @@ REACH = 1
 one kind of text from deciding too much on others."""
 
 MOST = 5
-"""Most bits that a side gets beyond its own: up to so many, CPU kernels multiply codes as integers, and others take
-several times as long (docs/performance.md). So formats of 5 bits and more stay as they are."""
+"""Most bits that a side is raised to: of formats up to `kvfold-5`, CPU kernels multiply codes as integers, and others
+take several times as long (docs/performance.md). Sides that have so many by their name, or more, keep those."""
 
 _FAMILY = re.compile(r"kvfold-(\d)(@\d+)?")
 
@@ -56,7 +56,7 @@ class Share(NamedTuple):
 
 
 def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
-    """Bits of each side, within `REACH` of its own and up to `MOST`, with no larger sum over all numbers held.
+    """Bits of each side, of those that it can get (`choice`), with no larger sum over all numbers held.
 
     Costs fall by three quarters with each bit, so taking the best step first is best in the end when all sides hold
     as many numbers.
@@ -68,7 +68,7 @@ def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
     spare
         Bits that others left over, counted as the sum is: bits times numbers of a token.
     """
-    bits = {side: max(1, item.bits - REACH) for side, item in items.items()}
+    bits = {side: choice(item.bits)[0] for side, item in items.items()}
     left = spare + sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
 
     def step(place: int, side: Side) -> tuple[float, int, int, Side]:
@@ -81,15 +81,16 @@ def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
     while steps:
         *_, place, side = heappop(steps)
         channels = items[side].loss.channels
-        if bits[side] < _highest(items[side].bits) and channels <= left:
+        if bits[side] < choice(items[side].bits)[-1] and channels <= left:
             bits[side] += 1
             left -= channels
             heappush(steps, step(place, side))
     return bits
 
 
-def _highest(bits: int) -> int:
-    return max(bits, min(MOST, bits + REACH))
+def choice(bits: int) -> range:
+    """What a side can get that has so many bits by its name: within `REACH` of them, from 1 to `MOST`."""
+    return range(bits, bits + 1) if bits >= MOST else range(max(1, bits - REACH), min(MOST, bits + REACH) + 1)
 
 
 def bits_in(names: str) -> dict[int, int]:
@@ -215,7 +216,7 @@ def prompt_budgets(
 
     With a calibration there are none: layers are fitted before the first token. Nor are there where keys are of another
     family than kvfold's, which fold token by token, from the first on; nor where no bit could go from one side to
-    another, as in kvfold-1, and in kvfold-5 and above (`MOST`).
+    another, as in kvfold-1, and in kvfold-5 and above.
     """
     if not policy.budgets or calibration is not None:
         return None
@@ -227,5 +228,4 @@ def prompt_budgets(
         if 0 in bits_in(names):
             formats[layer] = names
     asked = {bits for names in formats.values() for bits in bits_in(names).values()}
-    moves = any(bits > 1 for bits in asked) and any(bits < _highest(bits) for bits in asked)
-    return PromptBudgets(formats) if moves else None
+    return PromptBudgets(formats) if any(choice(bits)[0] < bits for bits in asked) else None

@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from kvfold.cache.budgets import REACH, PromptBudgets, bits_in, with_bits
+from kvfold.cache.budgets import PromptBudgets, bits_in, choice, with_bits
 from kvfold.cache.prompt_costs import count_looked_at, far_errors
 from kvfold.cache.rows import LOOKED_AT_ONCE, FoldedRows, RowsState
 from kvfold.cache.saved import FLOATS, Contents
@@ -601,7 +601,7 @@ class LayerCache:
         """
         asked = bits_in(self.format)
         bits = dict(zip(asked, saved.numbers("bits", len(asked), 1, 8), strict=True))
-        if self.budgets is None or any(abs(bits[number] - own) > REACH for number, own in asked.items()):
+        if self.budgets is None or any(bits[number] not in choice(own) for number, own in asked.items()):
             raise ValueError(f"{saved.where}bits are {[*bits.values()]}, which no tokens give {self.format!r}")
         return with_bits(self.format, bits)
 

@@ -15,7 +15,7 @@
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-constexpr unsigned kMostBits = 7;
+constexpr unsigned kMostBits = 7, kMostValueBits = 5;
 constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid, those of 7 evenly
 
 // The entry of a table of 64 that each byte of `index` names by its low 6 bits; the table repeats every 2^Bits.
@@ -143,11 +143,11 @@ class Numbers {
     }
   }
 
-  // Whether levels are equally far from each other: as many numbers then lie between neighbours, 254 of them or less in all.
+  // Whether levels rise, and are equally far from each other: as many numbers then lie between neighbours, 254 of them or less in all.
   static bool are_even(const float* lut, std::size_t count) {
     const float distance = (lut[count - 1] - lut[0]) / static_cast<float>(count - 1);
     for (std::size_t i = 0; i < count; ++i)
-      if (std::fabs(lut[i] - lut[0] - distance * static_cast<float>(i)) > 1e-4f * std::fabs(distance)) return false;
+      if (std::fabs(lut[i] - lut[0] - distance * static_cast<float>(i)) > 1e-4f * distance) return false;
     return true;
   }
 

@@ -11,7 +11,7 @@ namespace {
 // used, as each takes long to be ready.
 class IntegerValues {
  public:
-  explicit IntegerValues(const Side& side) : side_(side), numbers_(side_, 5, 0), size_(side_.shape.page_size) {
+  explicit IntegerValues(const Side& side) : side_(side), numbers_(side_, kMostValueBits, 0), size_(side_.shape.page_size) {
     if (!fits()) return;
     for (std::size_t g = 0; g < numbers_.tiles(); ++g) {
       any_middle_ = any_middle_ || numbers_.middle(g) != 0.0f;
