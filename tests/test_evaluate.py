@@ -52,9 +52,11 @@ def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text:
     model, tokenizer = demo
     passages = split_passages(tokenizer(fixed_text, return_tensors="pt").input_ids, 300, 1, offsets=[500])
     seen = []
-    rows = evaluate_formats(model, passages, ["turboquant-4", "kvfold-4:turboquant-2"], progress=seen.append)
-    assert sum(seen) == 3 * 300
-    paper, mixed = rows
+    rows = evaluate_formats(
+        model, passages, ["turboquant-4", "centred-4:turboquant-2", "kvfold-4:turboquant-2"], progress=seen.append
+    )
+    assert sum(seen) == 4 * 300
+    paper, mixed, uneven = rows
     assert paper.n_tokens == 299
     assert paper.delta_ppl == pytest.approx(paper.ppl - paper.ppl_dense)
     assert paper.delta_ppl_pct == pytest.approx(100 * paper.delta_ppl / paper.ppl_dense)
@@ -65,6 +67,7 @@ def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text:
         assert error == pytest.approx(0.00913, rel=0.2)
     assert max(mixed.key_error) < 0.0095  # around a centre
     assert min(mixed.value_error) > 0.09  # two bits
+    assert sum(uneven.key_error) / 30 < 0.0095 < max(uneven.key_error) < 4 * 0.0095  # layers of 3 to 5 bits
     row = paper.to_json(model="smollm2", text_sha=text_sha256("x"))
     expected = (
         "model text_sha n_tokens format ppl_dense ppl delta_ppl delta_ppl_pct kl_mean kl_p99 top1 bits_per_value "
