@@ -4,12 +4,14 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 import kvfold
 from kvfold import FoldedCache, Policy
@@ -17,6 +19,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.formats import pair
 from kvfold.integrations.transformers.handle import FoldedHandle
 from kvfold.integrations.transformers.layer import FoldedLayer
+from kvfold.integrations.transformers.operator import append_and_attend
 
 Ids = Callable[..., Tensor]
 FORMATS = ["centred-4", "turboquant-4", "kvfold-3"]
@@ -139,7 +142,7 @@ class TestContract:
         first = _logits(llama, random_ids(2, 130), cache)
         cache.reset()
         assert cache.get_seq_length() == 0
-        assert cache.held_bytes() == 0
+        assert cache.held_bytes() == cache.number.nbytes == 8
         assert torch.equal(_logits(llama, random_ids(2, 130), cache), first)
 
     def test_a_conversation_goes_on(self, llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
@@ -193,7 +196,7 @@ class TestLayers:
     @pytest.mark.parametrize("format", FORMATS)
     def test_report_adds_up(self, llama: PreTrainedModel, random_ids: Ids, format: str, tokens: int) -> None:
         cache = FoldedCache(llama.config, format)
-        assert cache.held_bytes() == 0
+        assert cache.held_bytes() == cache.number.nbytes == 8
         _logits(llama, random_ids(2, tokens), cache)
         report = cache.report()
         assert report.values == 4 * 2 * 2 * 2 * 64 * tokens  # layers, keys and values, rows, heads, dim, tokens
@@ -482,14 +485,124 @@ def test_attach_is_idempotent_and_undone(llama: PreTrainedModel) -> None:
     assert llama.config._attn_implementation == "sdpa"
 
 
-def test_a_compiled_model_reads_what_an_eager_one_reads(llama: PreTrainedModel, random_ids: Ids) -> None:
-    """Graphs end where the cache grows and is read, and go on after it."""
-    model, ids = llama.float(), random_ids(2, 150)
-    chunks = [100, 1, 1, 30, *[1] * 18]
-    expected = _logits(model, ids, FoldedCache(model.config, "kvfold-3"), chunks)
-    compiled = torch.compile(model, backend="eager")
-    got = _logits(compiled, ids, FoldedCache(model.config, "kvfold-3"), chunks)
-    torch.testing.assert_close(got, expected)
+class TestCompiled:
+    """Models under torch.compile."""
+
+    CHUNKS = (100, 1, 1, 30, *[1] * 18)
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_compiled_yet(self) -> None:
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("policy", [Policy("kvfold-3"), Policy("kvfold-3", dense_first=1)], ids=["folded", "mixed"])
+    def test_reads_what_an_eager_model_reads(self, llama: PreTrainedModel, random_ids: Ids, policy: Policy) -> None:
+        """Whether all layers are in one graph, or graphs end where dense and folded ones grow."""
+        model, ids = llama.float(), random_ids(2, 150)
+        expected = _logits(model, ids, FoldedCache(model.config, policy=policy), [*self.CHUNKS])
+        compiled = torch.compile(model, backend="eager")
+        got = _logits(compiled, ids, FoldedCache(model.config, policy=policy), [*self.CHUNKS])
+        torch.testing.assert_close(got, expected)
+
+    def test_all_layers_are_in_one_graph(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        """One for the prompt, one for the first step, one for steps at any length; and no more for another cache."""
+        model, ids = llama.float(), random_ids(2, 150)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, backend=counter)
+        with torch.no_grad():
+            expected = _logits(model, ids, FoldedCache(model.config, "kvfold-3"), [*self.CHUNKS])
+            for _ in range(2):
+                got = _logits(compiled, ids, FoldedCache(model.config, "kvfold-3"), [*self.CHUNKS])
+                torch.testing.assert_close(got, expected)
+        reads = [
+            sum(node.target is torch.ops.kvfold.append_and_attend.default for node in graph.graph.nodes)
+            for graph in counter.graphs
+        ]
+        assert [count for count in reads if count] == 3 * [model.config.num_hidden_layers]
+
+    def test_generates_with_padding_and_inductor(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        model, ids = llama.float(), random_ids(2, 90)
+        mask = torch.ones_like(ids)
+        mask[0, :20] = 0
+        eager = FoldedCache(model.config, "kvfold-3")
+        expected = _greedy(model, ids, eager, 6, attention_mask=mask)
+        model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
+        cache = FoldedCache(model.config, "kvfold-3")
+        assert torch.equal(_greedy(model, ids, cache, 6, attention_mask=mask), expected)
+        assert cache.held_bytes() == eager.held_bytes()
+
+    def test_copies_are_read_apart(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        """A graph names a cache by a number, and no copy has that of another."""
+        model, ids = llama.float(), random_ids(1, 120)
+        compiled = torch.compile(model, backend="eager")
+        cache = FoldedCache(model.config, "kvfold-3")
+        _logits(compiled, ids[:, :100], cache)
+        for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            _logits(compiled, ids[:, 100:], twin)
+            assert (cache.get_seq_length(), twin.get_seq_length()) == (100, 120)
+
+    def test_a_pass_that_breaks_leaves_nothing(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        model, ids = llama.float(), random_ids(1, 120)
+        compiled, cache = torch.compile(model, backend="eager"), FoldedCache(model.config, "kvfold-3")
+        _logits(compiled, ids[:, :100], cache)
+        weight = model.model.layers[2].self_attn.v_proj.weight.data
+        kept = weight[0, 0].clone()
+        weight[0, 0] = float("nan")
+        with pytest.raises(ValueError, match="layer 2: value at position 100"):
+            _logits(compiled, ids[:, 100:], cache)
+        weight[0, 0] = kept
+        assert [layer.get_seq_length() for layer in cache.layers] == 4 * [100]
+        got = _logits(compiled, ids[:, 100:], cache)
+        torch.testing.assert_close(got, _logits(model, ids, FoldedCache(model.config, "kvfold-3"))[:, 100:])
+
+    @pytest.mark.parametrize("layer", [1, 3])
+    def test_other_uses_of_keys_are_refused(self, llama: PreTrainedModel, random_ids: Ids, layer: int) -> None:
+        """A graph appends where it reads, so a model that computes with keys before would miss all others."""
+
+        class Meddling(FoldedCache):
+            def update(self, key: Tensor, value: Tensor, index: int, **kwargs: object) -> tuple[Tensor, Tensor]:
+                key, value = super().update(key, value, index, **kwargs)
+                return (key * 1 if index == layer else key), value
+
+        model, cache = llama.float(), Meddling(llama.config, "kvfold-3")
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(RuntimeError, match=f"layer {layer}: this model does something else"):
+            _logits(compiled, random_ids(1, 100), cache)
+        assert [each.get_seq_length() for each in cache.layers] == 4 * [0]
+        assert cache.forward_pass.awaited is None
+
+    def test_keys_that_are_attended_to_twice_are_refused(
+        self, llama: PreTrainedModel, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The second time would append them again."""
+        once = AttentionInterface._global_mapping["kvfold"]
+
+        def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            once(*args, **kwargs)
+            return once(*args, **kwargs)
+
+        monkeypatch.setitem(AttentionInterface._global_mapping, "kvfold", attention)
+        compiled = torch.compile(llama.float(), backend="eager")
+        with pytest.raises(RuntimeError, match="layer 0: this model does something else"):
+            _logits(compiled, random_ids(1, 100), FoldedCache(llama.config, "kvfold-3"))
+
+    def test_a_cache_goes_from_one_grad_mode_to_another(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        model, ids = llama.float(), random_ids(1, 120)
+        compiled = torch.compile(model, backend="aot_eager")
+        with torch.inference_mode():
+            cache = FoldedCache(model.config, "kvfold-3")
+            _logits(compiled, ids[:, :100], cache)
+        with torch.no_grad():
+            got = _logits(compiled, ids[:, 100:], cache)
+            expected = _logits(model, ids, FoldedCache(model.config, "kvfold-3"))[:, 100:]
+        torch.testing.assert_close(got, expected)
+
+    def test_the_operator_is_sound(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        """Its schema and its fake implementation, as torch itself checks them; a second call reads another cache."""
+        cache = FoldedCache(llama.config, "kvfold-3")
+        _logits(llama, random_ids(2, 90), cache)
+        query, key, value = torch.randn(2, 6, 3, 64), *torch.randn(2, 2, 2, 3, 64)
+        call = (cache.number, 0, query, key, value, None, 0.125, None, None, None)
+        torch.library.opcheck(append_and_attend, call, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_handles_that_come_back_are_unfolded() -> None:

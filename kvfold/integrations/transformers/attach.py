@@ -14,6 +14,7 @@ from kvfold.attention import BACKENDS, attend, attend_dense
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.handle import FoldedHandle, appended_of
 from kvfold.integrations.transformers.latent import from_latent, latent_modules, leave_folded, to_latent
+from kvfold.integrations.transformers.operator import append_and_attend, take_awaited
 
 logger = logging.getLogger("kvfold")
 
@@ -149,18 +150,25 @@ def _attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    appended = appended_of(key, value)
-    if appended is None:
+    appended, awaited = appended_of(key, value), take_awaited(key, value)
+    folded = appended is not None or awaited is not None
+    if not folded:
         key, value = (x.to_unfolded() if isinstance(x, FoldedHandle) else x for x in (key, value))
-    if not causal and attention_mask is None and query.shape[2] > 1 and (appended or softcap or s_aux is not None):
+    if not causal and attention_mask is None and query.shape[2] > 1 and (folded or softcap or s_aux is not None):
         raise ValueError("this model attends to later tokens without a mask, which folded attention does not do")
-    if appended is not None:
+    if folded:
         if module.training:
             raise ValueError(
                 "the model is in training mode, but no gradients flow through a folded cache: call model.eval()"
             )
         if kwargs.get("position_bias") is not None:
             raise ValueError("this model adds position biases to its scores, which folded attention does not take")
+    if awaited is not None:
+        cache, layer = awaited
+        return append_and_attend(
+            cache.number, layer, query, key, value, attention_mask, scaling, softcap, s_aux, backend
+        ), None  # fmt: skip
+    if appended is not None:
         latent = appended.layer.values_of_keys
         out = attend(
             to_latent(module, query) if latent else query,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvfold.attention import attend
 from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.layer import LayerCache
@@ -21,8 +22,10 @@ from kvfold.eviction.evictor import Evictor
 from kvfold.eviction.policy import MODES
 from kvfold.formats import DEFAULT
 from kvfold.integrations.transformers.evicting import for_model
+from kvfold.integrations.transformers.handle import appended_of
 from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
+from kvfold.integrations.transformers.operator import await_attention, not_taken, number_of
 from kvfold.integrations.transformers.origin import Origin
 from kvfold.integrations.transformers.rope import rope_of
 from kvfold.integrations.transformers.saving import (
@@ -144,6 +147,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self._evict_by(eviction)
         self._before: list[Callable[[], None]] | None = None
         self._updated_last = len(layers)
+        self.number = number_of(self)
+        self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
 
     def _check_formats(self, folded: LayerCache, calibration: Calibration | None) -> None:
         """Raise now, and not at the first token, if a layer's formats do not fit the model; tell them its RoPE."""
@@ -215,6 +220,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 "eviction is given, but this model does not read folded caches: kvfold.attach(model) first, or leave "
                 "it out"
             )
+        if torch.compiler.is_dynamo_compiling() and self.forward_pass.reads_folded and self._fits_graphs:
+            return await_attention(self, layer_idx, key_states, value_states)
         if layer_idx <= self._updated_last:  # a new forward pass
             self._before = [_undo(layer) for layer in self.layers]
         self._updated_last = layer_idx
@@ -229,14 +236,26 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self._roll_back()
             raise
 
+    def append_and_attend(
+        self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, **options: Any
+    ) -> Tensor:
+        """`update` and `kvfold.attention.attend`, whose options these are, as a compiled graph calls them."""
+        self.forward_pass.reads_folded = True  # a graph tells what it sets when it ends
+        appended = appended_of(*self.update(key_states, value_states, layer_idx))
+        assert appended is not None
+        return attend(query, appended, **options).transpose(1, 2).contiguous()
+
     @outside_graphs
     def end_pass(self, broken: bool) -> None:
         """Called when an attached model's forward pass ends; if it broke, all layers forget its tokens."""
-        if broken:
+        left, self.forward_pass.awaited = self.forward_pass.awaited, None
+        if broken or left is not None:
             self._roll_back()
         complete = not broken and self.forward_pass.reads_folded
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self._before, self._updated_last = None, len(self.layers)
+        if left is not None and not broken:
+            raise not_taken(left)
         if complete and self.evictor is not None:  # what goes now is not to be rolled back
             self.evictor.after(self._folded())
 
@@ -358,7 +377,10 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin between two forward passes: what undoes a pass is bound to the layers of this cache.
-        return {**vars(self), "_before": None, "_updated_last": len(self.layers)}
+        return {**vars(self), "_before": None, "_updated_last": len(self.layers), "number": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, number=number_of(self))
 
     # Into a file and back
 
@@ -482,7 +504,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
-        return held_bytes(self.layers, self.ids, self.evictor)
+        return held_bytes(self.layers, self.ids, self.evictor, self.number)
 
     def bits_per_value(self) -> float:
         """Held bits for each number that a dense cache would hold; NaN while empty."""
@@ -491,7 +513,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def report(self) -> CacheReport:
         """What is held, layer by layer, walked tensor by tensor."""
         rows = []
-        tables: list[object] = [self.ids, self.evictor]
+        tables: list[object] = [self.ids, self.evictor, self.number]
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
                 own = layer.folded.own()

@@ -28,11 +28,14 @@ class ForwardPass:
         Padding columns at the left of each row; None if there are none or nobody said.
     warned
         What has been logged, so that it is logged once.
+    awaited
+        The layer whose new keys and values a compiled graph has yet to bring to attention; None if there is none.
     """
 
     reads_folded: bool = False
     padding: Sequence[int] | None = None
     warned: set[str] | None = None
+    awaited: int | None = None
 
     def warn_once(self, message: str) -> None:
         """Log `message` unless this cache already has."""
