@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
@@ -555,20 +556,72 @@ class TestCompiled:
         torch.testing.assert_close(got, _logits(model, ids, FoldedCache(model.config, "kvfold-3"))[:, 100:])
 
     @pytest.mark.parametrize("layer", [1, 3])
-    def test_other_uses_of_keys_are_refused(self, llama: PreTrainedModel, random_ids: Ids, layer: int) -> None:
-        """A graph appends where it reads, so a model that computes with keys before would miss all others."""
+    @pytest.mark.parametrize("reads", ["handed on", "beside"])
+    def test_other_uses_of_keys_are_refused(
+        self, llama: PreTrainedModel, random_ids: Ids, layer: int, reads: str
+    ) -> None:
+        """In a graph there is nothing but the new ones to compute with; outside of it there is."""
 
         class Meddling(FoldedCache):
             def update(self, key: Tensor, value: Tensor, index: int, **kwargs: object) -> tuple[Tensor, Tensor]:
                 key, value = super().update(key, value, index, **kwargs)
-                return (key * 1 if index == layer else key), value
+                if index == layer and reads == "handed on":
+                    return key * 1, value
+                if index == layer and value.mean() > 0:
+                    return value, key
+                return key, value
 
-        model, cache = llama.float(), Meddling(llama.config, "kvfold-3")
+        model, cache, ids = llama.float(), Meddling(llama.config, "kvfold-3"), random_ids(1, 120)
         compiled = torch.compile(model, backend="eager")
-        with pytest.raises(RuntimeError, match=f"layer {layer}: this model does something else"):
-            _logits(compiled, random_ids(1, 100), cache)
+        with pytest.raises((RuntimeError, TorchRuntimeError), match=r"this model does something else|on meta tensors"):
+            _logits(compiled, ids[:, :100], cache)
         assert [each.get_seq_length() for each in cache.layers] == 4 * [0]
         assert cache.forward_pass.awaited is None
+        cache.update = torch.compiler.disable(cache.update)  # type: ignore[method-assign]
+        expected = _logits(model, ids, Meddling(model.config, "kvfold-3"), [100, 20])
+        torch.testing.assert_close(_logits(compiled, ids, cache, [100, 20]), expected)
+
+    def test_models_may_ask_for_the_shape_of_all_keys(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        seen: list[int] = []
+
+        class Asking(FoldedCache):
+            def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+                key, value = super().update(*args, **kwargs)
+                seen.append(key.shape[2])
+                return key, value
+
+        compiled, ids = torch.compile(llama.float(), backend="eager"), random_ids(1, 102)
+        _logits(compiled, ids, Asking(llama.config, "kvfold-3"), [100, 1, 1])
+        assert seen == [*4 * [100], *4 * [101], *4 * [102]]
+
+    def test_what_a_subclass_does_is_done_once(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        class Doubling(FoldedCache):
+            def update(self, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+                return super().update(2 * key, *args, **kwargs)
+
+        model, ids = llama.float(), random_ids(1, 120)
+        expected = _logits(model, ids, Doubling(model.config, "kvfold-3"), [100, 20])
+        got = _logits(torch.compile(model, backend="eager"), ids, Doubling(model.config, "kvfold-3"), [100, 20])
+        torch.testing.assert_close(got, expected)
+
+    def test_gradients_flow_around_it(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        """As in an eager model: what is read from the cache counts as given."""
+        model, ids = llama.float(), random_ids(1, 100)
+        grads = []
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            model.zero_grad()
+            with torch.enable_grad():
+                run(ids, past_key_values=FoldedCache(model.config, "kvfold-3")).logits.square().mean().backward()
+            layer = model.model.layers[0]
+            assert layer.self_attn.v_proj.weight.grad is None
+            grads.append((layer.mlp.up_proj.weight.grad, layer.self_attn.o_proj.weight.grad))
+        torch.testing.assert_close(*grads)
+
+    def test_beams(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        model, ids = llama.float(), random_ids(1, 90)
+        expected = _greedy(model, ids, FoldedCache(model.config, "kvfold-3"), 6, num_beams=3)
+        model.forward = torch.compile(model.forward, backend="aot_eager")  # type: ignore[method-assign]
+        assert torch.equal(_greedy(model, ids, FoldedCache(model.config, "kvfold-3"), 6, num_beams=3), expected)
 
     def test_keys_that_are_attended_to_twice_are_refused(
         self, llama: PreTrainedModel, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
@@ -597,9 +650,10 @@ class TestCompiled:
         torch.testing.assert_close(got, expected)
 
     def test_the_operator_is_sound(self, llama: PreTrainedModel, random_ids: Ids) -> None:
-        """Its schema and its fake implementation, as torch itself checks them; a second call reads another cache."""
+        """Its schema and its fake implementation, as torch itself checks them (other checks compare two calls)."""
         cache = FoldedCache(llama.config, "kvfold-3")
         _logits(llama, random_ids(2, 90), cache)
+        cache.forward_pass.reads_folded = True
         query, key, value = torch.randn(2, 6, 3, 64), *torch.randn(2, 2, 2, 3, 64)
         call = (cache.number, 0, query, key, value, None, 0.125, None, None, None)
         torch.library.opcheck(append_and_attend, call, test_utils=("test_schema", "test_faketensor"))

@@ -150,7 +150,8 @@ def _attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    appended, awaited = appended_of(key, value), take_awaited(key, value)
+    appended = appended_of(key, value)
+    awaited = None if appended is not None else take_awaited(query, key, value)
     folded = appended is not None or awaited is not None
     if not folded:
         key, value = (x.to_unfolded() if isinstance(x, FoldedHandle) else x for x in (key, value))
@@ -164,9 +165,11 @@ def _attention(
         if kwargs.get("position_bias") is not None:
             raise ValueError("this model adds position biases to its scores, which folded attention does not take")
     if awaited is not None:
-        cache, layer = awaited
+        keys, values = awaited
+        tensors = (None if x is None else x.detach() for x in (query, keys.new, values.new, attention_mask))
+        sink_logits = None if s_aux is None else s_aux.detach()
         return append_and_attend(
-            cache.number, layer, query, key, value, attention_mask, scaling, softcap, s_aux, backend
+            keys.cache.number, keys.layer, *tensors, scaling, softcap, sink_logits, backend
         ), None  # fmt: skip
     if appended is not None:
         latent = appended.layer.values_of_keys

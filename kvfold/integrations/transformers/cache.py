@@ -240,8 +240,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, **options: Any
     ) -> Tensor:
         """`update` and `kvfold.attention.attend`, whose options these are, as a compiled graph calls them."""
-        self.forward_pass.reads_folded = True  # a graph tells what it sets when it ends
-        appended = appended_of(*self.update(key_states, value_states, layer_idx))
+        appended = appended_of(*FoldedCache.update(self, key_states, value_states, layer_idx))  # not a subclass's again
         assert appended is not None
         return attend(query, appended, **options).transpose(1, 2).contiguous()
 

@@ -24,43 +24,51 @@ def number_of(cache: "FoldedCache") -> Tensor:
 
 
 class Awaited(NamedTuple):
-    """On new keys (`part` 0) or values (1) in a graph: the layer of the cache to which their attention appends them."""
+    """On what stands in a graph for keys (`part` 0) or values (1) of a layer: the new ones, which attention appends."""
 
     cache: "FoldedCache"
     layer: int
     part: int
+    new: Tensor
 
 
 def await_attention(cache: "FoldedCache", layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """New keys and values in a graph, to be appended where attention reads them.
+    """What stands in a graph for all keys and values of a layer, of which `key` and `value` are the new ones.
 
-    They stand for all keys and values only to attention, so it must take these very tensors, once; until then
-    `cache.forward_pass.awaited` is their layer.
+    Both have their shape and no elements (they are on "meta"), so whoever computes with them fails. Attention must take
+    these very tensors, once; until then `cache.forward_pass.awaited` is their layer.
     """
     if cache.forward_pass.awaited is not None:
         raise not_taken(cache.forward_pass.awaited)
     cache.forward_pass.awaited = layer
-    key.kvfold, value.kvfold = Awaited(cache, layer, 0), Awaited(cache, layer, 1)  # type: ignore[attr-defined]
-    return key, value
+    columns = cache.layers[layer].get_seq_length() + key.shape[2]
+    parts = []
+    for part, new in enumerate((key, value)):
+        stand_in = new.new_empty((*new.shape[:2], columns, new.shape[3]), device="meta")
+        stand_in.kvfold = Awaited(cache, layer, part, new)  # type: ignore[attr-defined]
+        parts.append(stand_in)
+    return parts[0], parts[1]
 
 
-def take_awaited(key: Tensor, value: Tensor) -> tuple["FoldedCache", int] | None:
-    """Cache and layer that await attention to these keys and values; None if they are no such ones."""
+def take_awaited(query: Tensor, key: Tensor, value: Tensor) -> tuple[Awaited, Awaited] | None:
+    """What keys and values stand for that come to attention with a query; None if they stand for nothing."""
     one, other = getattr(key, "kvfold", None), getattr(value, "kvfold", None)
-    if one is None or other is None:
+    if one is None and other is None and query.device == key.device == value.device:
         return None
-    cache, layer, _ = one
-    if (one.part, other.part) != (0, 1) or cache.forward_pass.awaited != layer or other.layer != layer:
-        raise not_taken(layer)
-    cache.forward_pass.awaited = None
-    return cache, layer
+    if one is None or other is None:
+        raise not_taken(None)
+    if (one.part, other.part) != (0, 1) or not one.layer == other.layer == one.cache.forward_pass.awaited:
+        raise not_taken(one.layer)
+    one.cache.forward_pass.awaited = None
+    return one, other
 
 
-def not_taken(layer: int) -> RuntimeError:
-    """What to raise if the new keys and values of a layer did not come to attention as they were, once."""
+def not_taken(layer: int | None) -> RuntimeError:
+    """What to raise if a layer's keys and values did not come to attention as they were, once."""
     return RuntimeError(
-        f"layer {layer}: this model does something else with cached keys or values than to attend to them once, which "
-        "a compiled graph over a folded cache cannot do: run it without torch.compile"
+        f"layer {'unknown' if layer is None else layer}: this model does something else with cached keys or values "
+        "than to attend to them once, which a compiled graph over a folded cache cannot do: leave graphs for this "
+        "cache by cache.update = torch.compiler.disable(cache.update), or run the model without torch.compile"
     )
 
 
@@ -78,6 +86,8 @@ def append_and_attend(
     backend: str | None,
 ) -> Tensor:
     """Append new tokens to a layer of the cache with that number, then `kvfold.attention.attend`.
+
+    No gradients flow through it. The first tensor tells that it runs on a CPU, which keeps it out of CUDA graphs.
 
     Parameters
     ----------
