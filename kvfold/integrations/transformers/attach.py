@@ -168,6 +168,7 @@ def _attention(
         keys, values = awaited
         tensors = (None if x is None else x.detach() for x in (query, keys.new, values.new, attention_mask))
         sink_logits = None if s_aux is None else s_aux.detach()
+        assert keys.cache.number is not None  # `read_by` has seen to it
         return append_and_attend(
             keys.cache.number, keys.layer, *tensors, scaling, softcap, sink_logits, backend
         ), None  # fmt: skip

@@ -147,7 +147,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self._evict_by(eviction)
         self._before: list[Callable[[], None]] | None = None
         self._updated_last = len(layers)
-        self.number = number_of(self)
+        self.number: Tensor | None = None
         self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
 
     def _check_formats(self, folded: LayerCache, calibration: Calibration | None) -> None:
@@ -358,7 +358,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.forward_pass.padding = None
         if self.evictor is not None:
             self.evictor.clear()
-        self.origin, self.ids = Origin(), None
+        self.origin, self.ids, self.number = Origin(), None, None
 
     @outside_graphs
     def read_by(self, decoder: nn.Module) -> None:
@@ -373,13 +373,17 @@ class FoldedCache(Cache):  # type: ignore[misc]
             if not held_by_layer(self.layers, self.text_config):
                 self.origin = Origin()
             self.origin.see(decoder)
+        if self.number is None:
+            self.number = number_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin between two forward passes: what undoes a pass is bound to the layers of this cache.
-        return {**vars(self), "_before": None, "_updated_last": len(self.layers), "number": None}
+        return {**vars(self), "_before": None, "_updated_last": len(self.layers)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, number=number_of(self))
+        self.__dict__.update(state)
+        if self.number is not None:  # a number of its own
+            self.number = number_of(self)
 
     # Into a file and back
 
