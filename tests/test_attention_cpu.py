@@ -382,6 +382,31 @@ def test_a_query_whose_memory_holds_the_opposite_sign() -> None:
     assert torch.equal(_both(new, negative)[0], _both(new, q)[0])
 
 
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value_dim", [64, 40])
+def test_results_have_the_dtype_of_queries_rounded_once(dtype: torch.dtype, value_dim: int, isa: str) -> None:
+    new = _fill("turboquant-4:centred-3", 200, 3, dims=(64, value_dim))
+    q = torch.randn(2, 6, 3, 64).to(dtype)
+    rows, dense = new.layer.groups[0].rows, new.dense[0]
+    for query in (q, q[:, :, -1:], q.transpose(1, 2).contiguous().transpose(1, 2), -3e3 * q):
+        exact, rounded = (
+            cpu.attend_rows(x, rows, dense, scaling=1 / 8, instruction_set=isa) for x in (query.float(), query)
+        )
+        assert rounded.dtype == dtype
+        assert rounded.shape == exact.shape == (2, 6, query.shape[2], value_dim)
+        assert torch.equal(rounded, exact.to(dtype))
+        assert rounded.transpose(1, 2).is_contiguous()  # as models want it
+
+
+def test_results_lie_where_queries_do() -> None:
+    new, q = _fill("centred-4", 200, 1), torch.randn(2, 6, 1, 64)
+    rows, dense = new.layer.groups[0].rows, new.dense[0]
+    expected = cpu.attend_rows(q, rows, dense, scaling=1 / 8)
+    with torch.device("meta"):
+        assert torch.equal(cpu.attend_rows(q, rows, dense, scaling=1 / 8), expected)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float64, torch.float64)])
 def test_sinks_that_the_kernel_takes_as_a_copy_are_copied_anew(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from kvfold.kernels.rotations import rotation
 from kvfold.quant.packing import TILE
 
 if TYPE_CHECKING:
-    from kvfold.kernels.cpu._cpu import SpanAt
+    from kvfold.kernels.cpu import _cpu
 
 INSTRUCTION_SETS: list[str] = module.instruction_sets()
 """What this machine runs, best first."""
@@ -30,7 +30,7 @@ INTEGER_SETS = ("avx512vbmi", "avx512vnni")
 
 def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
     """Why this kernel does not take a call; None if it does."""
-    if query.device.type != "cpu":
+    if not query.is_cpu:
         return f"the CPU kernel takes queries in a CPU's memory, these are on {query.device}"
     if query.dtype not in DTYPES:
         return f"the CPU kernel takes no queries of {query.dtype}"
@@ -55,18 +55,16 @@ def attend_rows(
     sink_logits: Tensor | None = None,
     instruction_set: str = INSTRUCTION_SETS[0],
 ) -> Tensor:
-    """`kvfold.attention.reference.attend_rows` in float32, by a kernel.
+    """`kvfold.attention.reference.attend_rows` by a kernel, in the query's dtype; sums have float32.
 
     Parameters
     ----------
     instruction_set
         One of `INSTRUCTION_SETS`.
     """
-    batch, heads, n, _ = query.shape
     _check(query, rows, mask, sink_logits)
-    queries = module.numbers_at(query) or module.numbers_at(query := query.resolve_neg().contiguous())
-    sinks, of_sinks = _span(rows.sink_span())
-    others, of_others = _span(dense)
+    batch, heads, n, _ = query.shape
+    masked = None
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         by_row, by_head, by_query = (0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3))
@@ -74,19 +72,26 @@ def attend_rows(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     until, after = rows.reach(n, dense, causal=mask is None)
-    out = torch.empty(batch, n, heads, rows.value_dim)
-    assert queries is not None
-    whole = _kernel(rows, instruction_set).attend(
-        batch, heads // rows.kv_heads, queries, scaling, rows.keys.count, until + after, sinks, others,
-        None if mask is None else masked, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(),
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    del of_sinks, of_others  # until here the kernel had their addresses
+    shape, order = (batch, heads, n, rows.value_dim), (0, 2, 1, 3)
+    out = torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
+
+    def run(query: Tensor, sinks: DenseSpan | None, dense: DenseSpan | None) -> bool | None:
+        return _kernel(rows, instruction_set).attend(
+            batch, heads // rows.kv_heads, query, scaling, rows.keys.count, until + after, _given(sinks), _given(dense),
+            masked, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    sinks = rows.sink_span()
+    whole = run(query, sinks, dense)
+    if whole is None:  # it does not take a tensor as it lies
+        whole = run(query.resolve_neg().contiguous(), _copied(sinks), _copied(dense))
+        assert whole is not None
     if not whole:
         raise ValueError(
             "query holds a NaN or an infinity, or grows to one when scaled: attention over it means nothing"
         )
-    return out.transpose(1, 2)
+    return out
 
 
 def reads_as(format: Format, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
@@ -118,19 +123,17 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
         raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}: give one for each of the {heads} heads")
 
 
-def _span(span: DenseSpan | None) -> "tuple[SpanAt | None, tuple[Tensor, ...]]":
-    """A span as the kernel knows it, and the tensors whose addresses that has."""
-    if span is None or not span.tokens:
-        return None, ()
-    key, value = span.storage
-    keys, values = module.numbers_at(key, span.first), module.numbers_at(value, span.first)
-    if keys is not None and values is not None and keys[1] == values[1]:
-        return (keys, values, span.start, span.tokens), span.storage
+def _given(span: DenseSpan | None) -> "_cpu.GivenSpan | None":
+    """A span as the kernel takes it."""
+    return (*span.storage, span.first, span.start, span.tokens) if span is not None and span.tokens else None
+
+
+def _copied(span: DenseSpan | None) -> DenseSpan | None:
+    """A span in storage that the kernel takes."""
+    if span is None:
+        return None
     key, value = (x.float().resolve_neg().contiguous() for x in (span.key, span.value))
-    keys, values = module.numbers_at(key), module.numbers_at(value)
-    assert keys is not None
-    assert values is not None
-    return (keys, values, span.start, span.tokens), (key, value)
+    return DenseSpan.of(key, value, span.start)
 
 
 @dataclass(eq=False)
@@ -143,16 +146,18 @@ class _Known:
     kernel: module.Rows
 
 
-# By their folded keys, or by themselves while there are none: so no memory outlives the pages that it belongs to.
-_KNOWN: WeakKeyDictionary[Pages | FoldedRows, _Known] = WeakKeyDictionary()
+# By the `id` of their folded keys, or by their own while there are none, and dropped with these: so no memory outlives
+# the pages that it belongs to. A WeakKeyDictionary would take longer to ask than all that is asked of it.
+_KNOWN: dict[int, _Known] = {}
 
 
 def _kernel(rows: FoldedRows, instruction_set: str) -> module.Rows:
     """Rows as the kernel knows them, made anew when they have others or memory has moved (`share_memory_` moves it)."""
     keys, values, pages = rows.keys.form, rows.values.form, rows.keys.storage
+    owner: Pages | FoldedRows = pages or rows
     others = None if rows.values.storage is pages else rows.values.storage
     parts = (instruction_set, keys, values, others)
-    known = _KNOWN.get(pages or rows)
+    known = _KNOWN.get(id(owner))
     if known is None or not all(map(is_, parts, known.parts)) or _addresses(known.tensors) != known.at:
         kernel = module.Rows(
             instruction_set, _side(rows.keys), _side(rows.values), rotation(keys.transform), rotation(values.transform),
@@ -161,7 +166,9 @@ def _kernel(rows: FoldedRows, instruction_set: str) -> module.Rows:
         tables = (tensor for form in (keys, values) for tensor in (form.lut, *form.transform.tensors()))
         folded = (tensor for side in rows.pages() if side is not None for _, tensor in side.tensors())
         tensors = (*tables, *folded)
-        known = _KNOWN[pages or rows] = _Known(parts, tensors, _addresses(tensors), kernel)
+        if known is None:
+            finalize(owner, _KNOWN.pop, id(owner), None).atexit = False
+        known = _KNOWN[id(owner)] = _Known(parts, tensors, _addresses(tensors), kernel)
     return known.kernel
 
 

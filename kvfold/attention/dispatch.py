@@ -6,12 +6,12 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from kvfold.attention import cpu, reference, triton
 from kvfold.cache.layer import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
-from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
 
@@ -30,7 +30,6 @@ WHY_NOT: dict[str, Callable[[Tensor, FoldedRows, Tensor | None], str | None]] = 
 """Why a backend does not take a call's query, rows and mask; None if it does."""
 
 
-@outside_graphs
 def attend(
     query: Tensor,
     new: Appended,
@@ -73,9 +72,14 @@ def attend(
         (batch, heads, n, value_dim) in the query's dtype; 0 for queries that are padding or that the
         mask bars from every key.
     """
+    if is_dynamo_compiling():  # graphs hold no cache that grows
+        return _attend_outside_graphs(
+            query, new, scaling=scaling, mask=mask, softcap=softcap, sink_logits=sink_logits, backend=backend
+        )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
-    query = query.detach()
+    if query.requires_grad:
+        query = query.detach()
     new.layer.observe(query, new, scaling)
     out = None
     for group, dense in zip(new.layer.groups, new.dense, strict=True):
@@ -106,11 +110,14 @@ def attend(
             sink_logits=sink_logits,
         )
         if result.shape[0] == query.shape[0] and not skip:  # all rows in one group
-            return result.to(query.dtype)
+            return result if result.dtype == query.dtype else result.to(query.dtype)
         if out is None:
             out = query.new_zeros(*query.shape[:3], new.layer.value_dim)
         out[group.batch_rows, :, skip:] = result.to(out.dtype)
     return query.new_zeros(*query.shape[:3], new.layer.value_dim) if out is None else out
+
+
+_attend_outside_graphs = torch.compiler.disable(attend)
 
 
 def _of_slots(mask: Tensor, rows: FoldedRows, heads: int) -> Tensor:
@@ -140,7 +147,7 @@ def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
     """The backend for a call. float64 queries go to the reference, which alone computes in float64."""
     if query.dtype == torch.float64:
         return "reference"
-    backend = "cpu" if query.device.type == "cpu" else "triton"
+    backend = "cpu" if query.is_cpu else "triton"
     why = WHY_NOT[backend](query, rows, mask)
     if why is None:
         return backend

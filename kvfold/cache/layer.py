@@ -212,7 +212,9 @@ class LayerCache:
             rows += group.count
         if self._like is None or rows < key.shape[0]:  # some have not had their first token yet
             return None
-        key, value, dtypes = key.detach(), value.detach(), (self._like[0].dtype, self._like[1].dtype)
+        if key.requires_grad or value.requires_grad:
+            key, value = key.detach(), value.detach()
+        dtypes = self._like[0].dtype, self._like[1].dtype
         undone = self.groups  # after an interrupt nobody knows which were written
         try:
             for number, group in enumerate(self.groups):

@@ -16,11 +16,11 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
     `torch.compiler.disable` takes its toll of every call, compiled or not; here only compiled code pays it.
     """
-    outside = torch.compiler.disable(function)
+    outside, compiling = torch.compiler.disable(function), torch.compiler.is_dynamo_compiling
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (outside if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+        return (outside if compiling() else function)(*args, **kwargs)
 
     own = cast(FunctionType, call)
     own.__code__ = own.__code__.replace(co_name=function.__name__)  # own code: recompilations are counted by it

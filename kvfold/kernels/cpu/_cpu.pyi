@@ -3,7 +3,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 NumbersAt = tuple[int, int, int, int, int]  # address, dtype, and strides of (batch, heads, tokens, dim) but the last
-SpanAt = tuple[NumbersAt, NumbersAt, int, int]  # keys, values, position of the first, how many
+GivenSpan = tuple[Tensor, Tensor, int, int, int]  # keys, values, place and position of the first, how many
 MaskAt = tuple[int, int, int, int, int]  # address, strides of (batch, heads, queries), positions
 
 def pack(codes: Tensor, packed: Tensor, bits: bytes, lanes_are_tokens: bool) -> None: ...
@@ -106,19 +106,19 @@ class Rows:
         self,
         batch: int,
         repeat: int,
-        query: NumbersAt,
+        query: Tensor,
         scaling: float,
         pages: int,
         reach: list[int],
-        sinks: SpanAt | None,
-        dense: SpanAt | None,
+        sinks: GivenSpan | None,
+        dense: GivenSpan | None,
         mask: MaskAt | None,
         softcap: float,
         sink_logits: int,
         out: int,
         threads: int,
         /,
-    ) -> bool: ...
+    ) -> bool | None: ...
 
 def numbers_at(tensor: Tensor, first: int = 0, /) -> NumbersAt | None: ...
 def copy(isa: str, source: NumbersAt, target: NumbersAt, batch: int, heads: int, tokens: int, dim: int, /) -> bool: ...

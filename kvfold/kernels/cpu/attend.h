@@ -73,7 +73,7 @@ struct Sequence {
   std::size_t row = 0;  // of pages in one piece, of the mask, and of an order of channels
   std::size_t queries = 0;
   const void* query = nullptr;  // (kv_heads · repeat, queries, key_dim)
-  float* out = nullptr;         // (kv_heads · repeat, queries, value_dim)
+  void* out = nullptr;          // (kv_heads · repeat, queries, value_dim), of out_dtype
   std::size_t pages = 0;
   const std::int64_t* page_at = nullptr;  // of each page, how many bytes after the first; null: pages follow each other
   const std::int64_t* folded_stop = nullptr;  // for each query, the position after the last that it reads folded
@@ -87,7 +87,7 @@ struct Attention {
   std::size_t count = 0;
   std::size_t kv_heads = 0, repeat = 0, key_dim = 0, value_dim = 0;
   std::size_t query_head = 0, query_token = 0, out_head = 0, out_token = 0;
-  Dtype query_dtype = Dtype::float32;
+  Dtype query_dtype = Dtype::float32, out_dtype = Dtype::float32;
   float scaling = 1;
   Side keys, values;
   Rotation key_rotation, value_rotation;

@@ -490,7 +490,7 @@ bool attend(const Attention& job) {
       }
 #pragma omp barrier
       Rotator value_rotator(job.value_rotation);
-      Buffer rotated(rotated_width), plain(plain_width);
+      Buffer rotated(rotated_width), plain(plain_width), out(plain_width);
 #pragma omp for schedule(static)
       for (std::size_t i = 0; i < unit_count; ++i) {
         const Unit& unit = units[i];
@@ -498,24 +498,28 @@ bool attend(const Attention& job) {
         const auto part_of = [&](std::size_t s) { return state_of(unit, s, blocks * (s + 1) / unit.pieces); };
         for (std::size_t r = 0; r < unit.count; ++r) {
           const std::size_t row = unit.first + r, n = unit.sequence->queries, head = unit.head * job.repeat + row / n;
-          float* out = unit.sequence->out + head * job.out_head + row % n * job.out_token;
           float maximum = kNever, total = 0;
           for (std::size_t s = 0; s < unit.pieces; ++s) maximum = std::max(maximum, part_of(s).maximum[r]);
-          std::fill(out, out + job.value_dim, 0.0f);
-          if (maximum == kNever) continue;
-          std::fill(rotated.data(), rotated.data() + rotated_width, 0.0f);
-          std::fill(plain.data(), plain.data() + plain_width, 0.0f);
-          for (std::size_t s = 0; s < unit.pieces; ++s) {
-            const State part = part_of(s);
-            if (part.maximum[r] == kNever) continue;
-            const float weight = std::exp(part.maximum[r] - maximum);
-            total += weight * sum(load(&part.total[r * kLanes]));
-            add_scaled(rotated.data(), &part.rotated[r * rotated_width], weight, rotated_width);
-            if (part.plain) add_scaled(plain.data(), &part.plain[r * plain_width], weight, plain_width);
+          std::fill(out.data(), out.data() + plain_width, 0.0f);
+          if (maximum != kNever) {
+            std::fill(rotated.data(), rotated.data() + rotated_width, 0.0f);
+            std::fill(plain.data(), plain.data() + plain_width, 0.0f);
+            for (std::size_t s = 0; s < unit.pieces; ++s) {
+              const State part = part_of(s);
+              if (part.maximum[r] == kNever) continue;
+              const float weight = std::exp(part.maximum[r] - maximum);
+              total += weight * sum(load(&part.total[r * kLanes]));
+              add_scaled(rotated.data(), &part.rotated[r * rotated_width], weight, rotated_width);
+              if (part.plain) add_scaled(plain.data(), &part.plain[r * plain_width], weight, plain_width);
+            }
+            if (job.sink_logits) total += std::exp(job.sink_logits[head] - maximum);
+            value_rotator.invert(rotated.data(), out.data(), unit.sequence->row, unit.head);
+            for (std::size_t c = 0; c < job.value_dim; c += kLanes) store(&out[c], (load(&out[c]) + load(&plain[c])) / total);
           }
-          if (job.sink_logits) total += std::exp(job.sink_logits[head] - maximum);
-          value_rotator.invert(rotated.data(), out, unit.sequence->row, unit.head);
-          for (std::size_t c = 0; c < job.value_dim; ++c) out[c] = (out[c] + plain[c]) / total;
+          const std::size_t at = head * job.out_head + row % n * job.out_token;
+          for (std::size_t c = 0; c < job.value_dim; c += kLanes)
+            store_some(job.out_dtype, unit.sequence->out, at + c, std::min(kLanes, job.value_dim - c),
+                       rounded(job.out_dtype, load(&out[c])));
         }
       }
     }

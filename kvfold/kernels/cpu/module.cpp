@@ -302,7 +302,9 @@ std::optional<NumbersAt> numbers_at(nb::handle tensor, std::size_t first) {
   if (channel != 1 && nb::cast<std::array<std::size_t, 4>>(nb::getattr(tensor, of.shape))[3] > 1) return {};
   const auto number = static_cast<int>(dtype - std::begin(of.dtypes));
   const std::size_t offset = first * token * kvfold::bytes_of(static_cast<kvfold::Dtype>(number));
-  return NumbersAt{nb::cast<std::uintptr_t>(nb::getattr(tensor, of.data_ptr)()) + offset, number, batch, head, token};
+  const auto at = nb::cast<std::uintptr_t>(nb::getattr(tensor, of.data_ptr)());
+  if (!at) return {};  // it has no elements, or stands for others
+  return NumbersAt{at + offset, number, batch, head, token};
 }
 
 kvfold::Numbers numbers(const NumbersAt& given) {
@@ -310,8 +312,8 @@ kvfold::Numbers numbers(const NumbersAt& given) {
   return {pointer<void>(at), batch, head, token, static_cast<kvfold::Dtype>(dtype)};
 }
 
-// Keys and values at consecutive positions: the first's, and how many.
-using SpanAt = std::tuple<NumbersAt, NumbersAt, std::int64_t, std::size_t>;
+// Keys and values (batch, heads, tokens, dim) at consecutive positions: which token is the first, its position, and how many.
+using GivenSpan = std::tuple<nb::object, nb::object, std::size_t, std::int64_t, std::size_t>;
 // One byte a position: strides in bytes from row to row, head to head and query to query, and how many positions.
 using MaskAt = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::int64_t>;
 
@@ -331,19 +333,23 @@ struct Rows {
   Rows(const Rows&) = delete;  // its sides point into it
 
   // `reach`: positions that each query reads folded up to, and reads up to at all. Sinks are read from the first on, other
-  // dense tokens from where a query stops to read folded ones. `out` is (batch, n, heads, value_dim).
-  bool attend(std::size_t batch, std::size_t repeat, const NumbersAt& query_at, float scaling, std::size_t pages,
-              const std::vector<std::int64_t>& reach, const std::optional<SpanAt>& sinks, const std::optional<SpanAt>& dense,
-              const std::optional<MaskAt>& mask, float softcap, std::uintptr_t sink_logits, std::uintptr_t out,
-              int threads) const {
+  // dense tokens from where a query stops to read folded ones. `out` is (batch, n, heads, value_dim) in the queries' dtype.
+  // Whether the queries are finite; none, and no output, if kernels do not take a tensor as it lies.
+  std::optional<bool> attend(std::size_t batch, std::size_t repeat, nb::handle queries, float scaling, std::size_t pages,
+                             const std::vector<std::int64_t>& reach, const std::optional<GivenSpan>& sinks,
+                             const std::optional<GivenSpan>& dense, const std::optional<MaskAt>& mask, float softcap,
+                             std::uintptr_t sink_logits, std::uintptr_t out, int threads) const {
+    const std::optional<NumbersAt> query_at = numbers_at(queries, 0);
+    if (!query_at) return {};
     const std::size_t n = reach.size() / 2;
     const std::int64_t *folded_until = reach.data(), *stop = folded_until + n;
     std::vector<std::int64_t> folded_stop;
     for (std::size_t i = 0; i < n; ++i) folded_stop.push_back(std::min(folded_until[i], stop[i]));
 
     kvfold::Attention job = common;
-    const kvfold::Numbers query = numbers(query_at);
-    job.query_head = query.head, job.query_token = query.token, job.query_dtype = query.dtype, job.scaling = scaling;
+    const kvfold::Numbers query = numbers(*query_at);
+    job.query_head = query.head, job.query_token = query.token, job.scaling = scaling;
+    job.query_dtype = job.out_dtype = query.dtype;
     job.repeat = repeat, job.softcap = softcap, job.sink_logits = pointer<float>(sink_logits), job.threads = threads;
     job.out_head = job.value_dim, job.out_token = job.kv_heads * repeat * job.value_dim;
     if (mask) {
@@ -351,21 +357,30 @@ struct Rows {
       job.mask = pointer<std::uint8_t>(at), job.mask_batch = by_row, job.mask_head = by_head, job.mask_query = by_query;
       job.mask_columns = columns;
     }
-    std::vector<kvfold::Span> spans;
+    std::vector<kvfold::Span> given, spans;
+    std::vector<std::pair<std::size_t, std::size_t>> to_next_row;  // of given keys and values, in bytes
+    for (const auto* span : {&sinks, &dense}) {
+      if (!*span) continue;
+      const auto& [keys, values, place, first, tokens] = **span;
+      const std::optional<NumbersAt> key_at = numbers_at(keys, place), value_at = numbers_at(values, place);
+      if (!key_at || !value_at) return {};
+      const kvfold::Numbers key = numbers(*key_at), value = numbers(*value_at);
+      if (key.dtype != value.dtype) return {};
+      given.push_back({key.at, value.at, key.head, key.token, value.head, value.token, key.dtype, first, tokens,
+                       span == &sinks ? nullptr : folded_until, stop});
+      to_next_row.emplace_back(key.batch * bytes_of(key.dtype), value.batch * bytes_of(value.dtype));
+    }
     for (std::size_t row = 0; row < batch; ++row)
-      for (const auto* given : {&sinks, &dense}) {
-        if (!*given) continue;
-        const auto& [key_at, value_at, first, tokens] = **given;
-        const kvfold::Numbers key = numbers(key_at), value = numbers(value_at);
-        const auto of_row = [&](const kvfold::Numbers& x) { return static_cast<const char*>(x.at) + row * x.batch * bytes_of(x.dtype); };
-        spans.push_back({of_row(key), of_row(value), key.head, key.token, value.head, value.token, key.dtype, first, tokens,
-                         given == &sinks ? nullptr : folded_until, stop});
+      for (std::size_t i = 0; i < given.size(); ++i) {
+        kvfold::Span& span = spans.emplace_back(given[i]);
+        span.key = static_cast<const char*>(span.key) + row * to_next_row[i].first;
+        span.value = static_cast<const char*>(span.value) + row * to_next_row[i].second;
       }
     std::vector<kvfold::Sequence> sequences;
     for (std::size_t row = 0; row < batch; ++row)
       sequences.push_back({row, n, static_cast<const char*>(query.at) + row * query.batch * bytes_of(query.dtype),
-                           reinterpret_cast<float*>(out) + row * n * job.out_token, pages, nullptr, folded_stop.data(),
-                           spans.data() + row * (spans.size() / batch), spans.size() / batch});
+                           reinterpret_cast<char*>(out) + row * n * job.out_token * bytes_of(job.out_dtype), pages, nullptr,
+                           folded_stop.data(), spans.data() + row * given.size(), given.size()});
     job.sequences = sequences.data(), job.count = batch;
     nb::gil_scoped_release release;
     return kernels.attend(job);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ahead.h"
+#include "dtypes.h"
 
 namespace kvfold::KVFOLD_ISA {
 namespace {

@@ -47,28 +47,34 @@ class Buffer {
   explicit Buffer(std::size_t size = 0, float value = 0.0f) : Buffer(unset(size)) {
     for (std::size_t i = 0; i < size; ++i) data_[i] = value;
   }
+  // By malloc, which has what was freed last at hand, and not by aligned_alloc, which has not.
   static Buffer unset(std::size_t size) {
-    Buffer made(nullptr, size);
-    if (size) made.data_ = static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64));
-    if (size && !made.data_) throw std::bad_alloc();
+    Buffer made(size, Unset{});
+    if (!size) return made;
+    made.memory_ = std::malloc(size * sizeof(float) + kAlignment);
+    if (!made.memory_) throw std::bad_alloc();
+    made.data_ = reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(made.memory_) + kAlignment) / kAlignment * kAlignment);
     return made;
   }
-  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  Buffer(Buffer&& other) noexcept : Buffer(0, Unset{}) { *this = std::move(other); }
   Buffer& operator=(Buffer&& other) noexcept {
-    std::swap(data_, other.data_), std::swap(size_, other.size_);
+    std::swap(memory_, other.memory_), std::swap(data_, other.data_), std::swap(size_, other.size_);
     return *this;
   }
   std::size_t size() const { return size_; }
-  ~Buffer() { std::free(data_); }
+  ~Buffer() { std::free(memory_); }
   float& operator[](std::size_t i) { return data_[i]; }
   const float& operator[](std::size_t i) const { return data_[i]; }
   float* data() { return data_; }
   const float* data() const { return data_; }
 
  private:
-  Buffer(float* data, std::size_t size) : data_(data), size_(size) {}
+  static constexpr std::size_t kAlignment = 64;
+  struct Unset {};
+  Buffer(std::size_t size, Unset) : size_(size) {}
 
-  float* data_;
+  void* memory_ = nullptr;
+  float* data_ = nullptr;
   std::size_t size_;
 };
 
@@ -80,66 +86,6 @@ inline Vec load(const float* from) {
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 inline void store(float* to, Four v) { std::memcpy(to, &v, sizeof v); }
 inline Vec all(float x) { return Vec{} + x; }
-
-inline float from_half(std::uint16_t bits) {
-#ifdef __AVX512F__
-  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
-#else
-  const std::uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
-  float value;
-  if (rest >= 0x0400u) {  // normal, infinite or NaN
-    const std::uint32_t u = sign | ((rest << 13) + (rest >= 0x7c00u ? 224u << 23 : 112u << 23));
-    std::memcpy(&value, &u, 4);
-  } else {
-    value = static_cast<float>(rest) * 0x1p-24f;
-    if (sign) value = -value;
-  }
-  return value;
-#endif
-}
-
-inline void from_halves(const std::uint16_t* from, std::size_t count, float* to) {
-  std::size_t i = 0;
-#ifdef __AVX512F__
-  for (; i + 16 <= count; i += 16)
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
-#endif
-  for (; i < count; ++i) to[i] = from_half(from[i]);
-}
-
-inline float from_brain(std::uint16_t bits) {
-  const std::uint32_t u = std::uint32_t{bits} << 16;
-  float value;
-  std::memcpy(&value, &u, 4);
-  return value;
-}
-
-inline float from(Dtype dtype, const void* data, std::size_t i) {
-  switch (dtype) {
-    case Dtype::float32:
-      return static_cast<const float*>(data)[i];
-    case Dtype::float16:
-      return from_half(static_cast<const std::uint16_t*>(data)[i]);
-    case Dtype::bfloat16:
-      break;
-  }
-  return from_brain(static_cast<const std::uint16_t*>(data)[i]);
-}
-
-// `count` ≤ 16 numbers from data[i] on, and zeros.
-KVFOLD_INLINE Vec load_some(Dtype dtype, const void* data, std::size_t i, std::size_t count) {
-  if (count == kLanes && dtype == Dtype::float32) return load(static_cast<const float*>(data) + i);
-#ifdef __AVX512F__
-  if (count == kLanes) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const std::uint16_t*>(data) + i));
-    if (dtype == Dtype::float16) return Vec(_mm512_cvtph_ps(halves));
-    return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
-  }
-#endif
-  float some[kLanes] = {};
-  for (std::size_t k = 0; k < count; ++k) some[k] = from(dtype, data, i + k);
-  return load(some);
-}
 
 #define KVFOLD_EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 
@@ -165,7 +111,8 @@ inline void transpose(Vec (&lines)[kLanes]) {
 // e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; below -87 next to nothing, or nothing. Not for NaN.
 KVFOLD_INLINE Vec exp_vec(Vec x) {
 #ifdef __AVX512F__
-  const __m512 t = _mm512_max_ps(_mm512_mul_ps(__m512(x), _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-160.0f));
+  const __m512 t = _mm512_mul_ps(__m512(x), _mm512_set1_ps(1.44269504f));
+  const __mmask16 normal = _mm512_cmp_ps_mask(t, _mm512_set1_ps(-126.0f), _CMP_GT_OQ);  // denormals take hundreds of cycles
   const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Vec r = Vec(_mm512_sub_ps(t, n));
 #else
@@ -180,7 +127,7 @@ KVFOLD_INLINE Vec exp_vec(Vec x) {
   p = p * r + 6.93146977e-1f;
   p = p * r + 1.00000007f;
 #ifdef __AVX512F__
-  return Vec(_mm512_scalef_ps(__m512(p), n));
+  return Vec(_mm512_maskz_scalef_ps(normal, __m512(p), n));
 #else
   Ints bits, scaled;
   std::memcpy(&bits, &shifted, sizeof bits);
