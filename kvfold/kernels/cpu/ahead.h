@@ -30,13 +30,11 @@ class Ahead {
       each<Lines>([&](auto i) KVFOLD_LAMBDA { ask_for(at_ + i * kLine); });
       at_ += Lines * kLine;
     } else {
-      ask_one_by_one(Lines);
+      ask_across(Lines);
     }
   }
 
-  void ask_for_rest() {
-    while (at_ < end_ || next_ < count_) ask_one_by_one(1);
-  }
+  void ask_for_rest() { ask_across(std::numeric_limits<std::size_t>::max()); }
 
  private:
   static constexpr std::size_t kLine = 64;
@@ -45,14 +43,17 @@ class Ahead {
   // second-level cache: the first is too small for what is asked for this early.
   static KVFOLD_INLINE void ask_for(std::uintptr_t at) { __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 2); }
 
-  __attribute__((noinline)) void ask_one_by_one(std::size_t lines) {
-    for (; lines; --lines, at_ += kLine) {
+  // As `ask`, on into the next parts.
+  __attribute__((noinline)) void ask_across(std::size_t lines) {
+    while (lines) {
       if (at_ >= end_) {
         if (next_ == count_) return;
         at_ = parts_[next_].begin / kLine * kLine;
         end_ = (parts_[next_++].end + kLine - 1) / kLine * kLine;
       }
-      ask_for(at_);
+      const std::size_t here = std::min<std::size_t>(lines, (end_ - at_) / kLine);
+      for (std::uintptr_t at = at_, end = at + here * kLine; at < end; at += kLine) ask_for(at);
+      at_ += here * kLine, lines -= here;
     }
   }
 

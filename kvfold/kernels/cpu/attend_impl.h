@@ -81,6 +81,7 @@ class Worker {
     if (&unit != unit_) {
       unit_ = &unit, sequence_ = unit.sequence, head_ = unit.head, first_ = unit.first, count_ = unit.count;
       for (std::size_t r = 0; r < count_; ++r) query_[r] = (first_ + r) % sequence_->queries;
+      keys_ = HeadPages(job_.keys, *sequence_, head_), values_ = HeadPages(job_.values, *sequence_, head_);
     }
 #ifdef __AVX512VNNI__
     if (piece.begin < sequence_->pages && integer_keys_.fits() && &unit != prepared_)
@@ -230,22 +231,24 @@ class Worker {
   // core's own guesses do better.
   void expect([[maybe_unused]] std::size_t first, [[maybe_unused]] std::size_t pages, [[maybe_unused]] const Piece& following) {
 #ifdef __AVX512VNNI__
-    const auto keys = [this](const Unit* unit, std::size_t from, std::size_t count) {
-      if (integer_keys_.fits()) (*key_pages_)->expect(ahead_, *unit->sequence, unit->head, from, count);
+    const auto expect_keys = [this](const HeadPages& keys, std::size_t from, std::size_t count) {
+      if (integer_keys_.fits()) keys.expect(ahead_, from, count);
     };
-    const auto values = [this](const Unit* unit, std::size_t from, std::size_t count) {
-      if (integer_values_.fits()) (*value_pages_)->expect(ahead_, *unit->sequence, unit->head, from, count);
+    const auto expect_values = [this](const HeadPages& values, std::size_t from, std::size_t count) {
+      if (integer_values_.fits()) values.expect(ahead_, from, count);
     };
     ahead_.forget();
     if (unit_ != expected_.unit || first != expected_.begin) {  // nobody has asked for these
-      keys(unit_, first, pages);
+      expect_keys(keys_, first, pages);
       ahead_.ask_for_rest();
-      values(unit_, first, pages);
+      expect_values(values_, first, pages);
     }
     expected_ = following;
     if (const std::size_t next = first_pages(following)) {
-      keys(following.unit, following.begin, next);
-      values(following.unit, following.begin, next);
+      const bool same = following.unit == unit_;
+      const Sequence& sequence = *following.unit->sequence;
+      expect_keys(same ? keys_ : HeadPages(job_.keys, sequence, following.unit->head), following.begin, next);
+      expect_values(same ? values_ : HeadPages(job_.values, sequence, following.unit->head), following.begin, next);
     }
 #endif
   }
@@ -254,63 +257,64 @@ class Worker {
   void read_pages(const State& state, const float* rotated_query, std::size_t first, std::size_t pages, std::int64_t start) {
     const std::size_t tokens = pages * size_;
     read_keys(rotated_query, first, pages, tokens);
-    weigh(state, tokens, start, tokens, tokens, nullptr, sequence_->folded_stop);
-    read_values(state.rotated, first, pages, tokens);
+    settle(state, tokens, start, tokens, tokens, nullptr, sequence_->folded_stop);
+    read_values(state, first, pages, tokens);
   }
 
   void read_keys(const float* rotated_query, std::size_t first, std::size_t pages, std::size_t stride) {
 #ifdef __AVX512VNNI__
     if (integer_keys_.fits()) {
-      const std::uint8_t* codes[kPages];
       for (std::size_t page = 0; page < pages; ++page) {
-        codes[page] = key_pages_[page]->find(*sequence_, head_, first + page);
+        key_pages_[page]->find(keys_, first + page);
         integer_keys_.prepare_page(page, *key_pages_[page], count_, ahead_);
       }
       for (std::size_t page = 0; page < pages; ++page)
-        integer_keys_.scores(page, *key_pages_[page], codes[page], count_, scores_.data() + page * size_, stride, ahead_);
+        integer_keys_.scores(page, *key_pages_[page], count_, scores_.data() + page * size_, stride, ahead_);
       return;
     }
 #endif
     for (std::size_t page = 0; page < pages; ++page) {
       Page& keys = *key_pages_[0];
-      keys.unfold(keys.find(*sequence_, head_, first + page));
+      keys.find(keys_, first + page), keys.unfold();
       multiply<false>(count_, key_width_, size_, rotated_query, key_width_, keys.data(), size_,
                       scores_.data() + page * size_, stride);
     }
   }
 
-  void read_values(float* sums, std::size_t first, std::size_t pages, std::size_t stride) {
+  void read_values(const State& state, std::size_t first, std::size_t pages, std::size_t stride) {
 #ifdef __AVX512VNNI__
     if (integer_values_.fits()) {
-      const std::uint8_t* codes[kPages];
+      if (!integer_values_.takes_exponentials()) take_exponentials(state, stride, stride);
       integer_values_.expect(count_, pages);
       for (std::size_t page = 0; page < pages; ++page) {
-        codes[page] = value_pages_[page]->find(*sequence_, head_, first + page);
-        integer_values_.prepare(page, *value_pages_[page], count_, scores_.data() + page * size_, stride, ahead_);
+        value_pages_[page]->find(values_, first + page);
+        integer_values_.prepare(page, *value_pages_[page], count_, scores_.data() + page * size_, stride, maximum_, state.total, ahead_);
       }
       for (std::size_t page = 0; page < pages; ++page)
-        integer_values_.add(page, *value_pages_[page], codes[page], count_, sums, ahead_);
+        integer_values_.add(page, *value_pages_[page], count_, state.rotated, ahead_);
       return;
     }
 #endif
+    take_exponentials(state, stride, stride);
     for (std::size_t page = 0; page < pages; ++page) {
       Page& values = *value_pages_[0];
-      values.unfold(values.find(*sequence_, head_, first + page));
+      values.find(values_, first + page), values.unfold();
       multiply<true>(count_, size_, rotated_width_, scores_.data() + page * size_, stride, values.data(), rotated_width_,
-                     sums, rotated_width_);
+                     state.rotated, rotated_width_);
     }
   }
 
   // Reads dense tokens, at most kDenseBlock, from the `from`th of a span on.
   void read_dense(const State& state, const float* query, std::int64_t start, std::size_t from, std::size_t tokens, const Span& span) {
     score_dense(query, from, tokens, span);
-    weigh(state, kDenseBlock, start, tokens, padded(tokens), span.start, span.stop);
+    settle(state, kDenseBlock, start, tokens, padded(tokens), span.start, span.stop);
+    take_exponentials(state, kDenseBlock, padded(tokens));
     add_dense(state.plain, from, tokens, span);
   }
 
-  // Scores, `stride` apart from row to row, to unnormalised probabilities, in place; older sums are rescaled to match.
-  void weigh(const State& state, std::size_t stride, std::int64_t start, std::size_t tokens, std::size_t width,
-             const std::int64_t* starts, const std::int64_t* stops) {
+  // Raises the maxima to those of scores, `stride` apart from row to row, and rescales older sums to match.
+  void settle(const State& state, std::size_t stride, std::int64_t start, std::size_t tokens, std::size_t width,
+              const std::int64_t* starts, const std::int64_t* stops) {
     in_blocks(count_, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t first) {
       float* scores = scores_.data() + first * stride;
       for (std::size_t i = 0; i < Rows; ++i) hide(first + i, scores + i * stride, start, tokens, width, starts, stops);
@@ -321,18 +325,24 @@ class Worker {
           const Vec s = load(scores + i * stride + t);
           most[i] = s > most[i] ? s : most[i];
         }
-      float finite[Rows];
       for (std::size_t i = 0; i < Rows; ++i) {
         const float before = state.maximum[first + i], maximum = largest(most[i]);
-        finite[i] = maximum == kNever ? 0.0f : maximum;
+        maximum_[first + i] = maximum == kNever ? 0.0f : maximum;
         if (maximum > before) rescale(state, first + i, before == kNever ? 0.0f : std::exp(before - maximum));
         state.maximum[first + i] = maximum;
       }
+    });
+  }
+
+  // Scores to unnormalised probabilities, in place.
+  void take_exponentials(const State& state, std::size_t stride, std::size_t width) {
+    in_blocks(count_, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t first) {
+      float* scores = scores_.data() + first * stride;
       Vec total[Rows] = {};
       for (std::size_t t = 0; t < width; t += kLanes) {
         ahead_.ask<6>();
         for (std::size_t i = 0; i < Rows; ++i) {
-          const Vec p = exp_vec(load(scores + i * stride + t) - finite[i]);
+          const Vec p = exp_vec(load(scores + i * stride + t) - maximum_[first + i]);
           store(scores + i * stride + t, p);
           total[i] += p;
         }
@@ -390,8 +400,10 @@ class Worker {
   Piece expected_;              // whose first pages memory was asked for
   const Unit* unit_ = nullptr;  // what it was set to last
   const Sequence* sequence_ = nullptr;
+  HeadPages keys_, values_;
   std::size_t head_ = 0, first_ = 0, count_ = 0;
   std::size_t query_[kRowBlock] = {};  // of each row
+  float maximum_[kRowBlock] = {};      // of each row's scores so far, or 0 if it has looked at none
 };
 
 }  // namespace

@@ -35,15 +35,15 @@ class IntegerKeys {
         store(&steps_[r * width_ + g * kTile], load(&query_[r * width_ + g * kTile]) * numbers_.step(g));
     }
     if (!side_.channel_scale)
-      in_blocks(rows, [&](auto some, std::size_t r) { round<some()>(r / kBlock, ones_.data(), r); });
+      in_blocks(rows, [&](auto some, std::size_t r) { round<some()>(r / kBlock, nullptr, r); });
   }
 
   // Takes one of the pages.
   void prepare_page(std::size_t number, const Page& page, std::size_t rows, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       const std::size_t block = number * blocks_ + r / kBlock, queries = side_.channel_scale ? block : r / kBlock;
-      if (side_.channel_scale) round<Rows>(block, page.channel_scale(), r), ahead.ask<24>();
-      __m128 start = side_.centre ? centre<Rows>(page.centre(), r) : _mm_setzero_ps();
+      if (side_.channel_scale) round<Rows>(block, &page, r), ahead.ask<24>();
+      __m128 start = side_.centre ? centre<Rows>(page, r) : _mm_setzero_ps();
       for (std::size_t i = 0; i < numbers_.segment_count() && !side_.scale; ++i)
         start = _mm_add_ps(start, _mm_load_ps(part(queries, i).base));
       _mm_store_ps(&start_[block * kBlock], start);
@@ -51,15 +51,14 @@ class IntegerKeys {
   }
 
   // scores[r · stride + t] with the keys of a page.
-  void scores(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* scores, std::size_t stride,
-              Ahead& ahead) {
+  void scores(std::size_t number, const Page& page, std::size_t rows, float* scores, std::size_t stride, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       const std::size_t block = number * blocks_ + r / kBlock;
       float* out = scores + r * stride;
       if (numbers_.segment_count() == 1 && !numbers_.segment(0).two_bytes)
-        in_widths<4>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), true>(block, page, code, tile, out, stride, ahead); });
+        in_widths<4>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), true>(block, page, tile, out, stride, ahead); });
       else
-        in_widths<2>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), false>(block, page, code, tile, out, stride, ahead); });
+        in_widths<2>(size_ / kTile, [&](auto width, std::size_t tile) { score_tiles<Rows, width(), false>(block, page, tile, out, stride, ahead); });
     });
   }
 
@@ -80,19 +79,19 @@ class IntegerKeys {
 
   // q̃ ⊙ S · step as whole numbers: of all segments first what 1 stands for, which takes long to be ready.
   template <std::size_t Rows>
-  void round(std::size_t block, const float* scale, std::size_t r) {
-    for (std::size_t i = 0; i < numbers_.segment_count(); ++i) measure<Rows>(i, block, scale, r);
+  void round(std::size_t block, const Page* page, std::size_t r) {
+    for (std::size_t i = 0; i < numbers_.segment_count(); ++i) measure<Rows>(i, block, page, r);
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i)
-      numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, block, scale, r) : round_segment<Rows, false>(i, block, scale, r);
+      numbers_.segment(i).two_bytes ? round_segment<Rows, true>(i, block, page, r) : round_segment<Rows, false>(i, block, page, r);
   }
 
   template <std::size_t Rows>
-  KVFOLD_INLINE void measure(std::size_t index, std::size_t block, const float* scale, std::size_t r) {
+  KVFOLD_INLINE void measure(std::size_t index, std::size_t block, const Page* page, std::size_t r) {
     const Numbers::Segment& segment = numbers_.segment(index);
     const float* steps = &steps_[r * width_];
     Vec most[kBlock] = {};
     for (std::size_t g = segment.first_tile; g < segment.first_tile + segment.tiles; ++g) {
-      const Vec s = load(scale + g * kTile);
+      const Vec s = page ? page->channel_scale(g * kTile) : all(1.0f);
       for (std::size_t i = 0; i < Rows; ++i)
         most[i] = Vec(_mm512_range_ps(__m512(most[i]), __m512(load(steps + i * width_ + g * kTile) * s), kLargerSize));
     }
@@ -104,7 +103,7 @@ class IntegerKeys {
 
   // Those of one segment, in 8 bits or in 16 as 256 · upper + lower.
   template <std::size_t Rows, bool TwoBytes>
-  KVFOLD_INLINE void round_segment(std::size_t index, std::size_t block, const float* scale, std::size_t r) {
+  KVFOLD_INLINE void round_segment(std::size_t index, std::size_t block, const Page* page, std::size_t r) {
     const std::size_t first = numbers_.segment(index).first_tile, last = first + numbers_.segment(index).tiles;
     const bool any_middle = any_middle_;
     const float* steps = &steps_[r * width_];
@@ -113,7 +112,7 @@ class IntegerKeys {
     const __m512i bias = _mm512_set1_epi8(-128);  // unsigned: 128
     __m512i upper_sum{}, lower_sum{};
     for (std::size_t g = first; g < last; ++g) {
-      const Vec s = load(scale + g * kTile);
+      const Vec s = page ? page->channel_scale(g * kTile) : all(1.0f);
       __m512i upper[kBlock] = {}, lower[kBlock] = {};
       for (std::size_t i = 0; i < Rows; ++i) {
         const Vec v = load(steps + i * width_ + g * kTile) * s;
@@ -143,10 +142,10 @@ class IntegerKeys {
 
   // q̃ · z.
   template <std::size_t Rows>
-  __m128 centre(const float* centre, std::size_t r) const {
+  __m128 centre(const Page& page, std::size_t r) const {
     Vec dot[kBlock] = {};
     for (std::size_t c = 0; c < width_; c += kLanes) {
-      const Vec z = load(centre + c);
+      const Vec z = page.centre(c);
       for (std::size_t i = 0; i < Rows; ++i) dot[i] += load(&query_[(r + i) * width_ + c]) * z;
     }
     return __m128(sum_four(dot));
@@ -154,9 +153,8 @@ class IntegerKeys {
 
   // The scores of Rows rows with Width tiles of tokens. Narrow: there is one segment, and queries have one byte.
   template <std::size_t Rows, std::size_t Width, bool Narrow>
-  void score_tiles(std::size_t block, const Page& page, const std::uint8_t* code, std::size_t tile, float* scores,
-                   std::size_t stride, Ahead& ahead) const {
-    code += 32 * numbers_.all_bits() * tile;
+  void score_tiles(std::size_t block, const Page& page, std::size_t tile, float* scores, std::size_t stride, Ahead& ahead) const {
+    const std::uint8_t* code = page.code() + 32 * numbers_.all_bits() * tile;
     __m512 sums[Rows][Width];
     const auto start = [&]() KVFOLD_LAMBDA {
       each<Rows>([&](auto i) KVFOLD_LAMBDA {
@@ -202,8 +200,11 @@ class IntegerKeys {
     if constexpr (Bits == 2)
       if (segment.count == 2) products<1, TwoBytes>(numbers_.run(segment.first + 1), code, queries, upper, lower, ahead);
     const Part& own = part(queries, index);
-    const float *scale = page.scale() + segment.group * size_ + token, *offset = page.offset() + segment.group * size_ + token;
+    __m512 scale[Width], offset[Width];
+    const std::size_t at = segment.group * size_ + token;
     const bool scaled = side_.scale, shifted = side_.offset;
+    if (scaled) each<Width>([&](auto w) KVFOLD_LAMBDA { scale[w] = __m512(page.scale(at + w * kTile)); });
+    if (shifted) each<Width>([&](auto w) KVFOLD_LAMBDA { offset[w] = __m512(page.offset(at + w * kTile)); });
     start();
     each<Rows>([&](auto i) KVFOLD_LAMBDA {
       const __m512 one = _mm512_set1_ps(own.worth[i]);
@@ -212,10 +213,10 @@ class IntegerKeys {
         if constexpr (TwoBytes) y = _mm512_fmadd_ps(y, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[i][w]));
         __m512& sum = sums[i][w];
         if (scaled)
-          sum = _mm512_fmadd_ps(_mm512_fmadd_ps(y, one, _mm512_set1_ps(own.base[i])), _mm512_load_ps(scale + w * kTile), sum);
+          sum = _mm512_fmadd_ps(_mm512_fmadd_ps(y, one, _mm512_set1_ps(own.base[i])), scale[w], sum);
         else
           sum = _mm512_fmadd_ps(y, one, sum);
-        if (shifted) sum = _mm512_fmadd_ps(_mm512_load_ps(offset + w * kTile), _mm512_set1_ps(own.total[i]), sum);
+        if (shifted) sum = _mm512_fmadd_ps(offset[w], _mm512_set1_ps(own.total[i]), sum);
       });
     });
   }
@@ -252,7 +253,6 @@ class IntegerKeys {
   std::unique_ptr<Part[]> parts_;
   Buffer query_, steps_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them
   Buffer start_;                          // what scores of each row start with: q̃ · z, and the parts' bases unless they are scaled
-  Buffer ones_{width_, 1.0f};
 };
 
 }  // namespace

@@ -33,20 +33,32 @@ class IntegerValues {
     if (two_bytes_) lower_ = Buffer::unset(count * kBlock * size_ / sizeof(float));
   }
 
-  // Takes the probabilities, `stride` apart from row to row, of the tokens of one of the pages.
-  void prepare(std::size_t number, const Page& page, std::size_t rows, const float* probabilities, std::size_t stride, Ahead& ahead) {
+  // Whether softmax's exponentials are taken where weights are made, as they are if nothing else needs them.
+  bool takes_exponentials() const { return side_.groups == 1 && !side_.offset; }
+
+  // Takes the scores of the tokens of one of the pages, `stride` apart from row to row, and adds what their exponentials over
+  // those of `maximum` come to, to the rows' totals; or takes probabilities, if it does not take exponentials. Overwrites them.
+  void prepare(std::size_t number, const Page& page, std::size_t rows, float* scores, std::size_t stride, const float* maximum,
+               float* totals, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
-      for (std::size_t group = 0; group < side_.groups; ++group) {
-        const std::size_t index = index_of(number, group, r);
-        two_bytes_ ? round<Rows, true>(index, page, group, probabilities + r * stride, stride)
-                   : round<Rows, false>(index, page, group, probabilities + r * stride, stride);
-        ahead.ask<24>();
+      float* own = scores + r * stride;
+      if (takes_exponentials()) {
+        const std::size_t index = index_of(number, 0, r);
+        two_bytes_ ? round<Rows, true, true>(index, page, 0, own, stride, maximum + r, totals + r * kLanes, ahead)
+                   : round<Rows, false, true>(index, page, 0, own, stride, maximum + r, totals + r * kLanes, ahead);
+      } else {
+        for (std::size_t group = 0; group < side_.groups; ++group) {
+          const std::size_t index = index_of(number, group, r);
+          two_bytes_ ? round<Rows, true, false>(index, page, group, own, stride, nullptr, nullptr, ahead)
+                     : round<Rows, false, false>(index, page, group, own, stride, nullptr, nullptr, ahead);
+        }
       }
+      ahead.ask<24>();
     });
   }
 
   // Adds to sums[r · width + c], width being head_dim padded to whole tiles, what these make of the page's values.
-  void add(std::size_t number, const Page& page, const std::uint8_t* code, std::size_t rows, float* sums, Ahead& ahead) const {
+  void add(std::size_t number, const Page& page, std::size_t rows, float* sums, Ahead& ahead) const {
     const std::size_t width = numbers_.tiles() * kTile;
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       float* to = sums + r * width;
@@ -54,7 +66,7 @@ class IntegerValues {
         const Numbers::Run& run = numbers_.run(i);
         const std::size_t index = index_of(number, run.group, r);
         const auto of_bits = [&]<unsigned Bits, bool TwoBytes>() KVFOLD_LAMBDA {
-          if (run.bits == Bits) add_run<Bits, Rows, TwoBytes>(run, index, page, code, to, ahead);
+          if (run.bits == Bits) add_run<Bits, Rows, TwoBytes>(run, index, page, to, ahead);
         };
         if (two_bytes_) {
           of_bits.template operator()<1, true>(), of_bits.template operator()<2, true>(), of_bits.template operator()<3, true>();
@@ -85,50 +97,59 @@ class IntegerValues {
     return reinterpret_cast<const std::uint8_t*>(weights.data()) + index * kBlock * size_;
   }
 
-  // Probabilities times a group's scales as whole numbers of 8 bits, or of 16 as 256 · upper + lower.
-  template <std::size_t Rows, bool TwoBytes>
-  void round(std::size_t index, const Page& page, std::size_t group, const float* probabilities, std::size_t stride) {
-    const float *scales = page.scale() + group * size_, *offsets = page.offset() + group * size_;
-    const bool middle = any_middle_, centred = side_.centre, shifted = side_.offset;
-    Vec most[kBlock] = {}, total[kBlock] = {}, offset[kBlock] = {}, scaled[kBlock] = {};
-    for (std::size_t t = 0; t < size_; t += kLanes) {
-      const Vec scale = load(scales + t);
-      for (std::size_t i = 0; i < Rows; ++i) {
-        const Vec p = load(probabilities + i * stride + t);
-        most[i] = Vec(_mm512_max_ps(__m512(most[i]), __m512(p * scale)));
-        if (middle) scaled[i] += p * scale;
-        if (centred) total[i] += p;
-        if (shifted) offset[i] += p * load(offsets + t);
-      }
+  // Probabilities times a group's scales as whole numbers of 8 bits, or of 16 as 256 · upper + lower. Of scores, it takes the
+  // exponentials first. The products are left in their place, unless other groups need what was there.
+  template <std::size_t Rows, bool TwoBytes, bool OfScores>
+  void round(std::size_t index, const Page& page, std::size_t group, float* scores, std::size_t stride, const float* maximum,
+             float* totals, Ahead& ahead) {
+    const std::size_t first = group * size_, size = size_;
+    const bool shifted = !OfScores && side_.offset;
+    Vec most[kBlock] = {}, total[kBlock] = {}, offset[kBlock] = {};
+    for (std::size_t t = 0; t < size; t += kLanes) {
+      const Vec scale = page.scale(first + t);
+      if constexpr (OfScores) ahead.ask<6>();
+      each<Rows>([&](auto i) KVFOLD_LAMBDA {
+        float* at = scores + i * stride + t;
+        Vec p = load(at);
+        if constexpr (OfScores) p = exp_vec(p - maximum[i]);
+        const Vec weight = p * scale;
+        if constexpr (OfScores) store(at, weight);
+        most[i] = Vec(_mm512_max_ps(__m512(most[i]), __m512(weight))), total[i] += p;
+      });
+      if (shifted) each<Rows>([&](auto i) KVFOLD_LAMBDA { offset[i] += load(scores + i * stride + t) * page.offset(first + t); });
     }
+    if constexpr (OfScores) each<Rows>([&](auto i) KVFOLD_LAMBDA { store(totals + i * kLanes, load(totals + i * kLanes) + total[i]); });
     Worth& worth = worths_[index];
-    const __m128 one = _mm_div_ps(__m128(largest_four(most)), _mm_set1_ps(TwoBytes ? 65535.0f : 255.0f));
-    _mm_store_ps(worth.one, one);
+    const __m128 largest = __m128(largest_four(most)), numbers = _mm_set1_ps(TwoBytes ? 65535.0f : 255.0f);
+    _mm_store_ps(worth.one, _mm_mul_ps(largest, _mm_set1_ps(TwoBytes ? 1 / 65535.0f : 1 / 255.0f)));
     alignas(16) float per[kBlock];
-    _mm_store_ps(per, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
-    for (std::size_t t = 0; t < size_; t += kLanes) {
-      const Vec scale = load(scales + t);
+    _mm_store_ps(per, _mm_div_ps(numbers, _mm_max_ps(largest, _mm_set1_ps(1e-30f))));
+    Vec scaled[kBlock] = {};
+    for (std::size_t t = 0; t < size; t += kLanes) {
       __m512i upper[kBlock] = {}, lower[kBlock] = {};
-      for (std::size_t i = 0; i < Rows; ++i) {
-        upper[i] = _mm512_cvtps_epi32(__m512(load(probabilities + i * stride + t) * scale * per[i]));
+      const Vec scale = OfScores ? all(1.0f) : page.scale(first + t);
+      each<Rows>([&](auto i) KVFOLD_LAMBDA {
+        const Vec weight = load(scores + i * stride + t) * scale;
+        if (any_middle_) scaled[i] += weight;
+        upper[i] = _mm512_cvtps_epi32(__m512(weight * per[i]));
         if constexpr (TwoBytes) {
           lower[i] = _mm512_and_si512(upper[i], _mm512_set1_epi32(255));
           upper[i] = _mm512_srli_epi32(upper[i], 8);
         }
-      }
+      });
       store_four<false>(bytes(upper_, index) + t * kBlock, upper);
       if constexpr (TwoBytes) store_four<false>(bytes(lower_, index) + t * kBlock, lower);
     }
-    if (centred) store(worth.total, sum_four(total));
+    if (side_.centre) store(worth.total, sum_four(total));
     if (shifted) store(worth.offset, sum_four(offset));
-    if (middle) store(worth.scaled, sum_four(scaled));
+    if (any_middle_) store(worth.scaled, sum_four(scaled));
   }
 
   // Adds what Rows rows make of the channels of one run.
   template <unsigned Bits, std::size_t Rows, bool TwoBytes>
-  void add_run(const Numbers::Run& run, std::size_t index, const Page& page, const std::uint8_t* code, float* to, Ahead& ahead) const {
+  void add_run(const Numbers::Run& run, std::size_t index, const Page& page, float* to, Ahead& ahead) const {
     in_widths<TwoBytes ? 2 : 4>(run.count, [&](auto width, std::size_t tile) {
-      block<Bits, Rows, width(), TwoBytes>(index, page, code + 2 * size_ * (run.before + Bits * tile), run.first + tile, to, ahead);
+      block<Bits, Rows, width(), TwoBytes>(index, page, page.code() + 2 * size_ * (run.before + Bits * tile), run.first + tile, to, ahead);
     });
   }
 
@@ -157,7 +178,7 @@ class IntegerValues {
     }
     const Worth& worth = worths_[index];
     const std::size_t width = numbers_.tiles() * kTile;
-    const float step = numbers_.step(tile), middle = numbers_.middle(tile), *centre = page.centre() + tile * kTile;
+    const float step = numbers_.step(tile), middle = numbers_.middle(tile);
     const bool centred = side_.centre;
     each<Rows>([&](auto i) KVFOLD_LAMBDA {
       const float one = step * worth.one[i], same = middle * worth.scaled[i] + worth.offset[i], total = worth.total[i];
@@ -167,7 +188,7 @@ class IntegerValues {
         __m512 sum = _mm512_cvtepi32_ps(upper[i][w]);
         if constexpr (TwoBytes) sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[i][w]));
         y = _mm512_fmadd_ps(sum, _mm512_set1_ps(one), y);
-        if (centred) y = _mm512_fmadd_ps(_mm512_load_ps(centre + w * kTile), _mm512_set1_ps(total), y);
+        if (centred) y = _mm512_fmadd_ps(__m512(page.centre((tile + w) * kTile)), _mm512_set1_ps(total), y);
         _mm512_store_ps(at + w * kTile, y);
       });
     });

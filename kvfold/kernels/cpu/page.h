@@ -95,6 +95,47 @@ inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float*
 #endif
 }
 
+// Where the pages of one head of a sequence are.
+struct HeadPages {
+  // One of their parts, (pages, …): that of the first page, null if pages have none, and its bytes a page.
+  struct Part {
+    const char* first = nullptr;
+    std::size_t bytes = 0;
+  };
+  Part scale, offset, centre, channel_scale, plain, code;
+  const std::int64_t* page_at = nullptr;
+
+  HeadPages() = default;
+  HeadPages(const Side& side, const Sequence& sequence, std::size_t head) : page_at(sequence.page_at) {
+    const std::size_t per_token = side.shape.page_size * side.groups, of_scale = bytes_of(side.scale_dtype);
+    const std::size_t row = sequence.row, scales = row * side.scale_batch + head * side.scale_head;
+    const std::size_t centres = row * side.centre_batch + head * side.centre_head;
+    scale = part(side.scale, of_scale * scales, of_scale * per_token), offset = part(side.offset, 2 * scales, 2 * per_token);
+    centre = part(side.centre, 2 * centres, 2 * side.centre_dim);
+    channel_scale = part(side.channel_scale, 2 * centres, 2 * side.centre_dim);
+    plain = part(side.plain, 2 * (row * side.plain_batch + head * side.plain_head), 2 * side.shape.page_size * side.plain_dim);
+    code = part(side.code, row * side.code_batch + head * side.code_head, side.page_bytes);
+  }
+
+  template <typename Number>
+  const Number* find(const Part& part, std::size_t page) const {
+    if (!part.first) return nullptr;
+    return reinterpret_cast<const Number*>(part.first + (page_at ? page_at[page] : static_cast<std::int64_t>(page * part.bytes)));
+  }
+
+  // Says that pages from `first` on will be read.
+  void expect(Ahead& ahead, std::size_t first, std::size_t pages) const {
+    for (const Part* part : {&scale, &offset, &centre, &channel_scale, &plain, &code})
+      for (std::size_t page = first; part->first && page < first + pages; ++page) ahead.expect(find<char>(*part, page), part->bytes);
+  }
+
+ private:
+  static Part part(const void* first, std::size_t skipped, std::size_t bytes) {
+    if (!first) return {};
+    return {static_cast<const char*>(first) + skipped, bytes};
+  }
+};
+
 enum class Layout { channels_first, tokens_first };  // [channel][token], for keys, or [token][channel], for values
 
 // One page in rotated coordinates: z + a + s · S ⊙ lut[code], then the plain channels, with rows padded to whole vectors.
@@ -117,81 +158,64 @@ class Page {
     if (side.channel_scale) std::fill(channel_scale_ + side.centre_dim, channel_scale_ + width_, 1.0f);
   }
 
-  const float* scale() const { return scale_; }
-  const float* offset() const { return offset_; }
-  const float* centre() const { return centre_; }
-  const float* channel_scale() const { return channel_scale_; }
+  // 16 numbers from the i-th on of the page found last: of (group, token), or of channels.
+  Vec scale(std::size_t i) const { return sixteen(halves_of_.scale, scale_, i); }
+  Vec offset(std::size_t i) const { return sixteen(halves_of_.offset, offset_, i); }
+  Vec centre(std::size_t i) const { return sixteen(halves_of_.centre, centre_, i); }
+  Vec channel_scale(std::size_t i) const { return sixteen(halves_of_.channel_scale, channel_scale_, i); }
 
+  const std::uint8_t* code() const { return code_; }
   const float* data() const { return scratch_.data(); }
 
-  // Fills `data` from the codes of the page found last.
-  void unfold(const std::uint8_t* code) {
+  // Fills `data` from the page found last.
+  void unfold() {
     if (!scratch_.size()) make_scratch();
+    const auto to_scratch = [](const std::uint16_t* from, std::size_t count, float* to) {
+      if (from) from_halves(from, count, to);
+    };
+    to_scratch(halves_of_.scale, size_, scale_), to_scratch(halves_of_.offset, size_, offset_);
+    to_scratch(halves_of_.centre, width_, centre_), to_scratch(halves_of_.channel_scale, width_, channel_scale_);
     if (side_.shape.bits == nullptr)
-      numbers(code);
+      numbers(code_);
     else if (side_.shape.lanes_are_tokens)
-      token_lanes(code);
+      token_lanes(code_);
     else
-      channel_lanes(code);
+      channel_lanes(code_);
     if (side_.unit_levels) bring_to_unit_length();
     for (std::size_t t = 0; t < size_ && side_.plain && !tokens_first_; ++t)
       for (std::size_t c = 0; c < side_.plain_dim; ++c)
         scratch_[(side_.shape.head_dim + c) * size_ + t] = from_half(plain_[t * side_.plain_dim + c]);
   }
 
-  // Takes a page's scales, offsets and centre, and returns where its codes are.
-  const std::uint8_t* find(const Sequence& sequence, std::size_t head, std::size_t page) {
-    const std::uint8_t* code = nullptr;
-    parts(sequence, head, [&](Part part, auto* first, std::size_t size) {
-      const auto* from = at(first, size, sequence, page);
-      using Number = std::remove_cvref_t<decltype(*from)>;
-      if constexpr (std::is_same_v<Number, std::uint8_t>) {
-        code = from;
-      } else {
-        if (part == Part::scale) spread(from, scale_);
-        if (part == Part::offset) spread(from, offset_);
-      }
-      if constexpr (std::is_same_v<Number, std::uint16_t>) {
-        if (part == Part::centre) from_halves(from, size, centre_);
-        if (part == Part::channel_scale) from_halves(from, size, channel_scale_);
-        if (part == Part::plain) plain_ = from;
-      }
-    });
-    return code;
-  }
-
-  // Says that pages from `first` on will be found.
-  void expect(Ahead& ahead, const Sequence& sequence, std::size_t head, std::size_t first, std::size_t pages) const {
-    parts(sequence, head, [&](Part, auto* from, std::size_t size) {
-      for (std::size_t page = first; page < first + pages; ++page) ahead.expect(at(from, size, sequence, page), size * sizeof(*from));
-    });
+  // Takes a page. Its numbers stay where they are, but for those that have to be put in another order or need others after them.
+  void find(const HeadPages& pages, std::size_t page) {
+    code_ = pages.find<std::uint8_t>(pages.code, page), plain_ = pages.find<std::uint16_t>(pages.plain, page);
+    if (side_.scale && side_.scale_dtype == Dtype::float32)
+      spread(pages.find<float>(pages.scale, page), scale_);
+    else
+      halves_of_.scale = in_order(pages.find<std::uint16_t>(pages.scale, page), scale_);
+    halves_of_.offset = in_order(pages.find<std::uint16_t>(pages.offset, page), offset_);
+    halves_of_.centre = whole(pages.find<std::uint16_t>(pages.centre, page), centre_);
+    halves_of_.channel_scale = whole(pages.find<std::uint16_t>(pages.channel_scale, page), channel_scale_);
   }
 
  private:
-  enum class Part { code, scale, offset, centre, channel_scale, plain };
-
-  // Calls visit(part, that of the first page, its elements) over the parts of a page.
-  template <typename Visit>
-  void parts(const Sequence& sequence, std::size_t head, Visit visit) const {
-    const std::size_t per_token = size_ * side_.groups, scale = sequence.row * side_.scale_batch + head * side_.scale_head;
-    const std::size_t centre = sequence.row * side_.centre_batch + head * side_.centre_head;
-    if (side_.scale && side_.scale_dtype == Dtype::float16)
-      visit(Part::scale, static_cast<const std::uint16_t*>(side_.scale) + scale, per_token);
-    if (side_.scale && side_.scale_dtype == Dtype::float32)
-      visit(Part::scale, static_cast<const float*>(side_.scale) + scale, per_token);
-    if (side_.offset) visit(Part::offset, side_.offset + scale, per_token);
-    if (side_.centre) visit(Part::centre, side_.centre + centre, side_.centre_dim);
-    if (side_.channel_scale) visit(Part::channel_scale, side_.channel_scale + centre, side_.centre_dim);
-    if (side_.plain)
-      visit(Part::plain, side_.plain + sequence.row * side_.plain_batch + head * side_.plain_head, size_ * side_.plain_dim);
-    visit(Part::code, side_.code + sequence.row * side_.code_batch + head * side_.code_head, side_.page_bytes);
+  static Vec sixteen(const std::uint16_t* halves, const float* floats, std::size_t i) {
+    return halves ? load_some(Dtype::float16, halves, i, kLanes) : load(floats + i);
   }
 
-  // Where a part of `size` elements of a page is.
-  template <typename Number>
-  static const Number* at(const Number* first, std::size_t size, const Sequence& sequence, std::size_t page) {
-    if (!sequence.page_at) return first + page * size;
-    return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(first) + sequence.page_at[page]);
+  // Numbers of (token, group), or null if they are floats of (group, token) now.
+  const std::uint16_t* in_order(const std::uint16_t* halves, float* floats) const {
+    if (!halves || side_.groups == 1) return halves;
+    spread(halves, floats);
+    return nullptr;
+  }
+
+  // Numbers of channels, or null if they are floats now, after which others stand.
+  const std::uint16_t* whole(const std::uint16_t* halves, float* floats) const {
+    if (!halves || side_.centre_dim == width_) return halves;
+    from_halves(halves, side_.centre_dim, floats);
+    return nullptr;
   }
 
   // (token, group) to (group, token): a group's scales lie side by side for keys.
@@ -292,7 +316,12 @@ class Page {
   std::size_t width_, size_;
   Buffer scratch_, numbers_;
   float *offset_, *scale_, *centre_, *channel_scale_;  // in `numbers_`
-  const std::uint16_t* plain_ = nullptr;  // of the page found last
+  // Of the page found last. Halves that are null are floats above.
+  struct {
+    const std::uint16_t *scale = nullptr, *offset = nullptr, *centre = nullptr, *channel_scale = nullptr;
+  } halves_of_;
+  const std::uint8_t* code_ = nullptr;
+  const std::uint16_t* plain_ = nullptr;
 };
 
 }  // namespace
