@@ -20,11 +20,11 @@ def test_rounds_as_torch_does(from_dtype: torch.dtype, to_dtype: torch.dtype, is
         target = torch.full((batch, heads, tokens + 4, dim), 7.0, dtype=to_dtype)
         expected = target.clone()
         expected[:, :, 3 : 3 + tokens] = x
-        assert copy_finite(x, target, 3, isa)
+        assert copy_finite([x], [target], 3, isa)
         assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
     every_other = torch.randn(1, 2, 3, 128, generator=generator).to(from_dtype)[..., ::2]
     target = torch.empty(1, 2, 3, 64, dtype=to_dtype)
-    assert copy_finite(every_other, target, instruction_set=isa)
+    assert copy_finite([every_other], [target], instruction_set=isa)
     assert torch.equal(target, every_other.to(to_dtype))
 
 
@@ -36,5 +36,5 @@ def test_says_what_is_not_finite_there(to_dtype: torch.dtype, isa: str) -> None:
             x = torch.ones(2, 2, 3, 40)
             x[1, 0, 2, channel] = bad
             target = torch.zeros(2, 2, 3, 40, dtype=to_dtype)
-            assert copy_finite(x, target, instruction_set=isa) == bool(x.to(to_dtype).isfinite().all())
+            assert copy_finite([x], [target], instruction_set=isa) == bool(x.to(to_dtype).isfinite().all())
             torch.testing.assert_close(target, x.to(to_dtype), equal_nan=True, rtol=0, atol=0)

@@ -62,8 +62,9 @@ def attend_rows(
     instruction_set
         One of `INSTRUCTION_SETS`.
     """
-    _check(query, rows, mask, sink_logits)
-    batch, heads, n, _ = query.shape
+    n = query.shape[2] if query.ndim == 4 else 0
+    if mask is not None or sink_logits is not None or not 0 < n <= rows.length:
+        _check(query, rows, mask, sink_logits)
     masked = None
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
@@ -72,20 +73,16 @@ def attend_rows(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     until, after = rows.reach(n, dense, causal=mask is None)
-    shape, order = (batch, heads, n, rows.value_dim), (0, 2, 1, 3)
-    out = torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
-
-    def run(query: Tensor, sinks: DenseSpan | None, dense: DenseSpan | None) -> bool | None:
-        return _kernel(rows, instruction_set).attend(
-            batch, heads // rows.kv_heads, query, scaling, rows.keys.count, until + after, _given(sinks), _given(dense),
-            masked, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), out.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
-
-    sinks = rows.sink_span()
-    whole = run(query, sinks, dense)
-    if whole is None:  # it does not take a tensor as it lies
-        whole = run(query.resolve_neg().contiguous(), _copied(sinks), _copied(dense))
+    kernel, pages, reach = _kernel(rows, instruction_set), rows.keys.count, until + after
+    rest = masked, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), torch.get_num_threads()
+    sinks = None if rows.sinks is None else (*rows.sinks, 0, 0, min(rows.length, rows.window.sinks))
+    given = None if dense is None or not dense.tokens else (*dense.storage, dense.first, dense.start, dense.tokens)
+    out = torch.empty_like(query) if n == 1 and rows.key_dim == rows.value_dim else _room(query, rows)
+    whole = kernel.attend(query, out, scaling, pages, reach, sinks, given, *rest)
+    if whole is None:
+        _check(query, rows, mask, sink_logits)
+        query, out = query.resolve_neg().contiguous(), _room(query, rows)  # it does not take a tensor as it lies
+        whole = kernel.attend(query, out, scaling, pages, reach, _copied(sinks), _copied(given), *rest)
         assert whole is not None
     if not whole:
         raise ValueError(
@@ -123,26 +120,26 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
         raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}: give one for each of the {heads} heads")
 
 
-def _given(span: DenseSpan | None) -> "_cpu.GivenSpan | None":
-    """A span as the kernel takes it."""
-    return (*span.storage, span.first, span.start, span.tokens) if span is not None and span.tokens else None
+def _room(query: Tensor, rows: FoldedRows) -> Tensor:
+    """Room for what attention gives, (batch, heads, n, value_dim), with heads side by side as models want them next."""
+    shape = (*query.shape[:3], rows.value_dim)
+    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
 
 
-def _copied(span: DenseSpan | None) -> DenseSpan | None:
+def _copied(span: "_cpu.GivenSpan | None") -> "_cpu.GivenSpan | None":
     """A span in storage that the kernel takes."""
     if span is None:
         return None
-    key, value = (x.float().resolve_neg().contiguous() for x in (span.key, span.value))
-    return DenseSpan.of(key, value, span.start)
+    *storage, first, start, tokens = span
+    key, value = (x[:, :, first : first + tokens].float().resolve_neg().contiguous() for x in storage)
+    return key, value, 0, start, tokens
 
 
 @dataclass(eq=False)
 class _Known:
-    """Rows as the kernel knows them, as long as they are made of `parts` and `tensors` lie `at` the same addresses."""
+    """Rows as the kernel knows them, as long as they are made of `parts` and none of their tensors moved."""
 
     parts: tuple[object, ...]
-    tensors: tuple[Tensor, ...]
-    at: list[int]
     kernel: module.Rows
 
 
@@ -158,22 +155,18 @@ def _kernel(rows: FoldedRows, instruction_set: str) -> module.Rows:
     others = None if rows.values.storage is pages else rows.values.storage
     parts = (instruction_set, keys, values, others)
     known = _KNOWN.get(id(owner))
-    if known is None or not all(map(is_, parts, known.parts)) or _addresses(known.tensors) != known.at:
-        kernel = module.Rows(
-            instruction_set, _side(rows.keys), _side(rows.values), rotation(keys.transform), rotation(values.transform),
-            rows.kv_heads, rows.key_dim, rows.value_dim, rows.window.sinks,
-        )  # fmt: skip
+    if known is None or not all(map(is_, parts, known.parts)) or known.kernel.moved():
         tables = (tensor for form in (keys, values) for tensor in (form.lut, *form.transform.tensors()))
         folded = (tensor for side in rows.pages() if side is not None for _, tensor in side.tensors())
-        tensors = (*tables, *folded)
+        kernel = module.Rows(
+            instruction_set, _side(rows.keys), _side(rows.values), rotation(keys.transform), rotation(values.transform),
+            0 if pages is None else pages.code.shape[0], rows.kv_heads, rows.key_dim, rows.value_dim,
+            rows.window.sinks, (*tables, *folded),
+        )  # fmt: skip
         if known is None:
             finalize(owner, _KNOWN.pop, id(owner), None).atexit = False
-        known = _KNOWN[id(owner)] = _Known(parts, tensors, _addresses(tensors), kernel)
+        known = _KNOWN[id(owner)] = _Known(parts, kernel)
     return known.kernel
-
-
-def _addresses(tensors: tuple[Tensor, ...]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
 
 
 def _side(store: PageStore | StoreView) -> module.Side:

@@ -93,7 +93,9 @@ def attend(
         if backend is not None and (why := WHY_NOT[backend](query, group.rows, mask)) is not None:
             raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
         run = BACKENDS[chosen]
-        own_query = group.own(query, new.first_column)
+        own_query = query
+        if skip or group.count < query.shape[0]:
+            own_query = group.own(query, new.first_column)
         if new.layer.sharpen:
             counts = torch.arange(group.rows.length - own_query.shape[2], group.rows.length, device=query.device) + 1
             factor = group.rows.formats.keys.sharpness(counts)
@@ -145,13 +147,12 @@ def path_of(formats: FormatPair, device: str) -> str:
 
 def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
     """The backend for a call. float64 queries go to the reference, which alone computes in float64."""
-    if query.dtype == torch.float64:
-        return "reference"
     backend = "cpu" if query.is_cpu else "triton"
     why = WHY_NOT[backend](query, rows, mask)
     if why is None:
         return backend
-    _warn_once(why)
+    if query.dtype != torch.float64:
+        _warn_once(why)
     return "reference"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.cache.budgets import PromptBudgets, bits_in, choice, with_bits
 from kvfold.cache.prompt_costs import count_looked_at, far_errors
-from kvfold.cache.rows import LOOKED_AT_ONCE, FoldedRows, RowsState
+from kvfold.cache.rows import FoldedRows, RowsState, looked_at_once
 from kvfold.cache.saved import FLOATS, Contents
 from kvfold.cache.saved_rows import rows_from_saved, rows_to_saved
 from kvfold.cache.spans import DenseSpan
@@ -171,6 +171,7 @@ class LayerCache:
             self.budgets.shares.clear()
         self.newest_queries: Tensor | None = None
         self._fits: tuple[object, ...] | None = None  # what `_check` had nothing to say of last
+        self._fitting_query: tuple[object, ...] | None = None  # likewise `_check_query`
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
@@ -194,13 +195,16 @@ class LayerCache:
             holds. The cache is unchanged then. On other devices single tokens are looked at when their page is full,
             and attention over a NaN or infinity gives NaN until then.
         """
-        self._check(key, value)
-        first_column = self.columns
+        given = (shape := key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
+        if given != self._fits:
+            self._check(key, value)
+            self._fits = None if self._like is None else given
+        first_column, n = self.columns, shape[2]
         dense = self._join(key, value)
         if dense is None:
             dense = self._grow(key, value, padding)
-        self.columns += key.shape[2]
-        return Appended(self, first_column, key.shape[2], dense)
+        self.columns += n
+        return Appended(self, first_column, n, dense)
 
     def _join(self, key: Tensor, value: Tensor) -> list[DenseSpan | None] | None:
         """Append tokens that do no more than join those held, as most that are decoded; None if these do."""
@@ -285,7 +289,10 @@ class LayerCache:
             return
         awaiting = [group for group in self.groups if group.rows.awaits_queries]
         if query is not None:
-            self._check_query(query, new)
+            given = query.shape, new.columns
+            if given != self._fitting_query:
+                self._check_query(query, new)
+                self._fitting_query = given
             if awaiting and not query.isfinite().all():
                 raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
         new.observed = True
@@ -376,9 +383,6 @@ class LayerCache:
         ]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
-        given = (key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
-        if given == self._fits:
-            return
         where = f"layer {self.index}"
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
@@ -401,7 +405,6 @@ class LayerCache:
                 raise ValueError(f"{where}: {name} is on {new.device}, the cache is on {held.device}")
             if self._stored_dtype(new) != held.dtype:
                 raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
-        self._fits = given
 
     def _stored_dtype(self, x: Tensor) -> torch.dtype:
         if self.dense_dtype is not None:
@@ -415,7 +418,7 @@ class LayerCache:
             stored = stored.clone() if stored.data_ptr() == x.data_ptr() else stored
             for row, columns in enumerate(skipped):
                 stored[row, :, :columns] = 0
-        if x.shape[2] == 1 and x.device.type not in LOOKED_AT_ONCE:
+        if x.shape[2] == 1 and not looked_at_once(x):
             return stored
         if finite(stored):
             return stored
@@ -482,7 +485,7 @@ class LayerCache:
         if self.newest_queries is not None:
             self.newest_queries = self.newest_queries.index_select(0, rows.to(self.newest_queries.device))
         self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
-        self._fits = None
+        self._fits = self._fitting_query = None
 
     # Going back
 
@@ -494,7 +497,7 @@ class LayerCache:
     def restore(self, state: "LayerState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
         self.columns, self._formats, self._like = state.columns, state.formats, state.like
-        self.newest_queries, self._fits = state.newest_queries, None
+        self.newest_queries, self._fits, self._fitting_query = state.newest_queries, None, None
         for group, rows in state.groups:
             group.rows.restore(rows)
         self.groups = [group for group, _ in state.groups]

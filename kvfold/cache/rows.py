@@ -34,9 +34,6 @@ from kvfold.quant.finite import finite
 TAIL_STEP = 16
 """The dense tail grows by so many tokens at a time."""
 
-LOOKED_AT_ONCE = {"cpu"}
-"""Devices where each token is looked at for NaN and infinities as it comes. Elsewhere to look means to wait for the
-device, so what comes token by token is looked at a page at a time; until then attention over it gives NaN."""
 
 Allot = Callable[[Tensor | None, Tensor, Tensor], FormatPair]
 """Gives formats that await bits theirs, by `FoldedRows.queries` of the first tokens, and by their keys and values."""
@@ -229,7 +226,10 @@ class FoldedRows:
             return n == 1 and after > 0 and after % self.page_size > 0 and self._token_folder() is not None
         if self.tail is None or self.length < self.window.sinks:
             return False
-        stop, held, window = self.length + n, self.keys.count, self.window
+        stop, held, window, size = self.length + n, self.keys.count, self.window, self.page_size
+        old = stop - window.sinks - window.recent
+        if old < (held + 1) * size and old - window.undo < self.tail_start - window.sinks + size:
+            return True  # whatever it is fitted to
         if not self.formats.awaits_fit and self.full_pages(stop, window.recent) > held:
             return False
         dropped = min(self.full_pages(stop, window.recent + window.undo), held)
@@ -248,7 +248,7 @@ class FoldedRows:
         Returns
         -------
         bool
-            Whether they are finite, as far as this device looks at them now (`LOOKED_AT_ONCE`), and were written.
+            Whether they are finite, as far as this device looks at them now (`looked_at_once`), and were written.
 
         Raises
         ------
@@ -262,16 +262,15 @@ class FoldedRows:
         at, n = self.length - self.tail_start, key.shape[2]
         if at + n > self.tail[0].shape[2]:
             self._widen_tail(at, at + n)
-        waits = key.device.type not in LOOKED_AT_ONCE
-        if waits:
-            self.look()
-        whole = True
-        for kept, new in zip(self.tail[: self.sides], (key, value), strict=False):
-            if waits and n == 1:
-                kept[:, :, at : at + n] = new
-            else:
-                whole &= copy_finite(new, kept, at)
-        return whole
+        new, tail = (key, value)[: self.sides], self.tail[: self.sides]
+        if looked_at_once(key):
+            return copy_finite(new, tail, at)
+        self.look()
+        if n > 1:
+            return copy_finite(new, tail, at)
+        for kept, token in zip(tail, new, strict=True):
+            kept[:, :, at : at + n] = token
+        return True
 
     def unwrite(self) -> None:
         """Leave no trace of what was written and is not to be held."""
@@ -319,7 +318,7 @@ class FoldedRows:
         ValueError
             If a scale leaves float16's range.
         """
-        if key.device.type not in LOOKED_AT_ONCE:
+        if not looked_at_once(key):
             self.look()
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         n = key.shape[2] - into_sinks
@@ -452,7 +451,7 @@ class FoldedRows:
         sides = ((formats.keys, key), (formats.values, value))
         for fmt, x in sides[: self.sides]:
             pages.append(fmt.fold_from(x, slot % self.page_size, self.window.sinks + slot + self.evicted))
-            if key.device.type in LOOKED_AT_ONCE or key.shape[2] > 1:
+            if looked_at_once(key) or key.shape[2] > 1:
                 require_finite(pages[-1])
         return pages
 
@@ -729,6 +728,15 @@ class FoldedRows:
         held = self.folded_stop - self.window.sinks
         key, value = (store.form.unfold(store.pages())[:, :, :held] for store in (self.keys, self.values))
         return DenseSpan.of(key, value, self.window.sinks)
+
+
+def looked_at_once(x: Tensor) -> bool:
+    """Whether each token on a tensor's device is looked at for NaN and infinities as it comes.
+
+    Where to look means to wait for the device, what comes token by token is looked at a page at a time; until then
+    attention over it gives NaN.
+    """
+    return x.is_cpu
 
 
 def tail_capacity(tokens: int) -> int:

@@ -1,5 +1,7 @@
 """Numbers into the dense storage of a cache."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvfold.kernels.cpu import module as cpu
@@ -7,13 +9,15 @@ from kvfold.kernels.ops import INSTRUCTION_SET
 from kvfold.quant.finite import finite
 
 
-def copy_finite(source: Tensor, target: Tensor, first: int = 0, instruction_set: str = INSTRUCTION_SET) -> bool:
-    """Copy tokens to `target` from its place `first` on, rounded to its dtype, and tell whether all is finite there.
+def copy_finite(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], first: int = 0, instruction_set: str = INSTRUCTION_SET
+) -> bool:
+    """Copy tokens to targets from their place `first` on, rounded to their dtypes; tell whether all is finite there.
 
     Parameters
     ----------
-    source, target
-        Floating point, (batch, heads, tokens, dim); `target` may have more tokens.
+    sources, targets
+        Equally many, floating point, (batch, heads, tokens, dim); targets may have more tokens.
     instruction_set
         For a CPU: one of `kvfold.attention.cpu.INSTRUCTION_SETS`.
 
@@ -22,12 +26,16 @@ def copy_finite(source: Tensor, target: Tensor, first: int = 0, instruction_set:
     ValueError
         On shapes that do not fit.
     """
-    batch, heads, n, dim = source.shape
-    if target.shape != (batch, heads, target.shape[2], dim) or not 0 <= first <= target.shape[2] - n:
-        raise ValueError(f"{tuple(source.shape)} from {first} on do not fit into target, {tuple(target.shape)}")
-    at, to = cpu.numbers_at(source), cpu.numbers_at(target, first)
-    if at is None or to is None:
-        room = target[:, :, first : first + n]
+    pairs = list(zip(sources, targets, strict=True))
+    whole = cpu.copy(instruction_set, pairs, first)
+    if whole is not None:
+        return whole
+    rooms = []  # of tensors that the kernel does not take as they lie
+    for source, target in pairs:
+        batch, heads, n, dim = source.shape
+        if target.shape != (batch, heads, target.shape[2], dim) or first > target.shape[2] - n:
+            raise ValueError(f"{tuple(source.shape)} from {first} on do not fit into target, {tuple(target.shape)}")
+        rooms.append(target[:, :, first : first + n])
+    for (source, _), room in zip(pairs, rooms, strict=True):
         room.copy_(source)
-        return finite(room)
-    return cpu.copy(instruction_set, at, to, batch, heads, n, dim)
+    return all(map(finite, rooms))

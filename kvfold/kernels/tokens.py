@@ -51,15 +51,14 @@ class TokenFolder:
 
     def __init__(self, streams: Sequence[TokenPages], instruction_set: str = INSTRUCTION_SET) -> None:
         self._instruction_set = instruction_set
-        self._tensors = [tensor for stream in streams for tensor in stream.tensors()]
-        self._at = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = cpu.Addresses([tensor for stream in streams for tensor in stream.tensors()])
         self._room = min(s.code.shape[2] for s in streams), min(s.scale.shape[3] for s in streams)
-        self._shapes = [(*s.code.shape[:2], 1, s.how.transform.matrix.shape[1]) for s in streams]
+        self._batch, self._heads = streams[0].code.shape[:2]
         self._sides = [_side(stream) for stream in streams]
 
     def has_moved(self) -> bool:
         """Whether a tensor has other memory by now, as `share_memory_` gives it: then this folder is of no more use."""
-        return list(map(Tensor.data_ptr, self._tensors)) != self._at
+        return self._addresses.moved()
 
     def fold(self, x: Sequence[Tensor], dtypes: Sequence[torch.dtype], page: int, slot: int) -> bool:
         """Fold a token.
@@ -88,15 +87,12 @@ class TokenFolder:
         if not (0 <= page < pages and 0 <= slot < slots):
             raise ValueError(f"page = {page}, slot = {slot}: there are {pages} pages of {slots} tokens")
         given = []
-        for own, dtype, shape, side in zip(x, dtypes, self._shapes, self._sides, strict=True):
-            if own.shape != shape:
-                raise ValueError(f"a token of {tuple(own.shape)} does not fit into pages for {shape}")
-            at, number = cpu.numbers_at(own), DTYPES.get(dtype)
-            if at is None or number is None:
+        for own, dtype, side in zip(x, dtypes, self._sides, strict=True):
+            number = DTYPES.get(dtype)
+            if number is None:
                 return False
-            given.append((at, number, side))
-        batch, heads, _, _ = self._shapes[0]
-        return cpu.fold_token(self._instruction_set, given, batch, heads, page, slot)
+            given.append((own, number, side))
+        return cpu.fold_token(self._instruction_set, given, self._batch, self._heads, page, slot)
 
 
 def _side(pages: TokenPages) -> cpu.TokenSide:

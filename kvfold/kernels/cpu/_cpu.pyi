@@ -1,8 +1,9 @@
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-NumbersAt = tuple[int, int, int, int, int]  # address, dtype, and strides of (batch, heads, tokens, dim) but the last
 GivenSpan = tuple[Tensor, Tensor, int, int, int]  # keys, values, place and position of the first, how many
 MaskAt = tuple[int, int, int, int, int]  # address, strides of (batch, heads, queries), positions
 
@@ -89,7 +90,11 @@ class Rotation:
     @staticmethod
     def hadamard(dim: int, signs: int, mix: int) -> Rotation: ...
 
-class Rows:
+class Addresses:
+    def __init__(self, tensors: Sequence[Tensor], /) -> None: ...
+    def moved(self) -> bool: ...
+
+class Rows(Addresses):
     def __init__(
         self,
         isa: str,
@@ -97,16 +102,17 @@ class Rows:
         values: Side,
         key_rotation: Rotation,
         value_rotation: Rotation,
+        page_rows: int,
         kv_heads: int,
         key_dim: int,
         value_dim: int,
         pages_first: int,
+        read: Sequence[Tensor],
     ) -> None: ...
     def attend(
         self,
-        batch: int,
-        repeat: int,
         query: Tensor,
+        out: Tensor,
         scaling: float,
         pages: int,
         reach: list[int],
@@ -115,13 +121,11 @@ class Rows:
         mask: MaskAt | None,
         softcap: float,
         sink_logits: int,
-        out: int,
         threads: int,
         /,
     ) -> bool | None: ...
 
-def numbers_at(tensor: Tensor, first: int = 0, /) -> NumbersAt | None: ...
-def copy(isa: str, source: NumbersAt, target: NumbersAt, batch: int, heads: int, tokens: int, dim: int, /) -> bool: ...
+def copy(isa: str, tensors: Sequence[tuple[Tensor, Tensor]], first: int, /) -> bool | None: ...
 
 class TokenSide:
     def __init__(
@@ -143,7 +147,7 @@ class TokenSide:
 
 def fold_token(
     isa: str,
-    sides: list[tuple[NumbersAt, int, TokenSide]],
+    sides: Sequence[tuple[Tensor, int, TokenSide]],
     batch: int,
     heads: int,
     page: int,

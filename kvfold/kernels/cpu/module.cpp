@@ -2,8 +2,8 @@
 // the caller answers for.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -24,6 +24,7 @@
 #include "fold.h"
 #include "pack.h"
 #include "paged.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using Bytes = nb::ndarray<std::uint8_t, nb::c_contig, nb::device::cpu>;
@@ -275,57 +276,22 @@ void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_bat
   run(job);
 }
 
-// Where numbers (batch, heads, tokens, dim) are, their dtype, and their strides in elements.
-using NumbersAt = std::tuple<std::uintptr_t, int, std::size_t, std::size_t, std::size_t>;
-
-// A tensor's attributes by name. Asked from here, they cost a decoding step less than from a function in Python, whose code has
-// to come from memory again once a layer's weights have passed through the caches.
-struct TensorAttributes {
-  nb::object dtype = name("dtype"), is_cpu = name("is_cpu"), is_neg = name("is_neg"), shape = name("shape");
-  nb::object stride = name("stride"), data_ptr = name("data_ptr");
-  nb::object dtypes[3];  // in kvfold::Dtype's order
-  TensorAttributes() {
-    const nb::module_ torch = nb::module_::import_("torch");
-    dtypes[0] = torch.attr("float32"), dtypes[1] = torch.attr("float16"), dtypes[2] = torch.attr("bfloat16");
-  }
-  static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }  // Python finds these faster
-};
-
-// Tokens from `first` on of a torch tensor (batch, heads, tokens, dim); none if kernels do not take it as it lies.
-std::optional<NumbersAt> numbers_at(nb::handle tensor, std::size_t first) {
-  static const TensorAttributes& of = *new TensorAttributes;  // Python may be gone before statics are
-  const nb::object own = nb::getattr(tensor, of.dtype);
-  const auto dtype = std::find_if(std::begin(of.dtypes), std::end(of.dtypes), [&](const nb::object& d) { return d.is(own); });
-  if (dtype == std::end(of.dtypes) || !nb::cast<bool>(nb::getattr(tensor, of.is_cpu))) return {};
-  if (nb::cast<bool>(nb::getattr(tensor, of.is_neg)())) return {};
-  const auto [batch, head, token, channel] = nb::cast<std::array<std::size_t, 4>>(nb::getattr(tensor, of.stride)());
-  if (channel != 1 && nb::cast<std::array<std::size_t, 4>>(nb::getattr(tensor, of.shape))[3] > 1) return {};
-  const auto number = static_cast<int>(dtype - std::begin(of.dtypes));
-  const std::size_t offset = first * token * kvfold::bytes_of(static_cast<kvfold::Dtype>(number));
-  const auto at = nb::cast<std::uintptr_t>(nb::getattr(tensor, of.data_ptr)());
-  if (!at) return {};  // it has no elements, or stands for others
-  return NumbersAt{at + offset, number, batch, head, token};
-}
-
-kvfold::Numbers numbers(const NumbersAt& given) {
-  const auto [at, dtype, batch, head, token] = given;
-  return {pointer<void>(at), batch, head, token, static_cast<kvfold::Dtype>(dtype)};
-}
-
 // Keys and values (batch, heads, tokens, dim) at consecutive positions: which token is the first, its position, and how many.
 using GivenSpan = std::tuple<nb::object, nb::object, std::size_t, std::int64_t, std::size_t>;
 // One byte a position: strides in bytes from row to row, head to head and query to query, and how many positions.
 using MaskAt = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::int64_t>;
 
-// Batch rows that hold equally many tokens, as attention reads them while nothing of theirs moves.
-struct Rows {
+// Batch rows that hold equally many tokens, as attention reads them while nothing of theirs moves: the `read` are all that the
+// sides and rotations point to.
+struct Rows : kvfold::Addresses {
   Kernels kernels;
   OwnedSide own_keys, own_values;  // the sides' tables of bits and groups
   kvfold::Attention common;
+  std::size_t page_rows;  // of pages; 0 if there are none
   Rows(const std::string& isa, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
-       const kvfold::Rotation& of_values, std::size_t heads, std::size_t key_channels, std::size_t value_channels,
-       std::int64_t pages_first)
-      : kernels(find(isa)), own_keys(key_side), own_values(value_side) {
+       const kvfold::Rotation& of_values, std::size_t rows, std::size_t heads, std::size_t key_channels, std::size_t value_channels,
+       std::int64_t pages_first, std::vector<nb::object> read)
+      : Addresses(std::move(read)), kernels(find(isa)), own_keys(key_side), own_values(value_side), page_rows(rows) {
     common.keys = own_keys.view(), common.values = own_values.view();
     common.key_rotation = of_keys, common.value_rotation = of_values, common.pages_first = pages_first;
     common.kv_heads = heads, common.key_dim = key_channels, common.value_dim = value_channels;
@@ -333,25 +299,27 @@ struct Rows {
   Rows(const Rows&) = delete;  // its sides point into it
 
   // `reach`: positions that each query reads folded up to, and reads up to at all. Sinks are read from the first on, other
-  // dense tokens from where a query stops to read folded ones. `out` is (batch, n, heads, value_dim) in the queries' dtype.
-  // Whether the queries are finite; none, and no output, if kernels do not take a tensor as it lies.
-  std::optional<bool> attend(std::size_t batch, std::size_t repeat, nb::handle queries, float scaling, std::size_t pages,
+  // dense tokens from where a query stops to read folded ones. `outs` has the queries' dtype. Whether the queries are finite; none, and
+  // no output, if kernels do not take a tensor as it lies or one does not fit.
+  std::optional<bool> attend(nb::handle queries, nb::handle outs, float scaling, std::size_t pages,
                              const std::vector<std::int64_t>& reach, const std::optional<GivenSpan>& sinks,
                              const std::optional<GivenSpan>& dense, const std::optional<MaskAt>& mask, float softcap,
-                             std::uintptr_t sink_logits, std::uintptr_t out, int threads) const {
-    const std::optional<NumbersAt> query_at = numbers_at(queries, 0);
-    if (!query_at) return {};
-    const std::size_t n = reach.size() / 2;
+                             std::uintptr_t sink_logits, int threads) const {
+    const auto query = kvfold::numbers_of(queries), out = kvfold::numbers_of(outs);
+    if (!query || !out || out->dtype != query->dtype) return {};
+    const auto [batch, heads, n, dim] = query->shape;
+    const std::size_t repeat = heads / common.kv_heads;
+    if (!repeat || heads != repeat * common.kv_heads || dim != common.key_dim || n != reach.size() / 2) return {};
+    if (!out->has_shape(batch, heads, n, common.value_dim) || (page_rows && batch != page_rows)) return {};
     const std::int64_t *folded_until = reach.data(), *stop = folded_until + n;
     std::vector<std::int64_t> folded_stop;
     for (std::size_t i = 0; i < n; ++i) folded_stop.push_back(std::min(folded_until[i], stop[i]));
 
     kvfold::Attention job = common;
-    const kvfold::Numbers query = numbers(*query_at);
-    job.query_head = query.head, job.query_token = query.token, job.scaling = scaling;
-    job.query_dtype = job.out_dtype = query.dtype;
+    job.query_head = query->head, job.query_token = query->token, job.scaling = scaling;
+    job.query_dtype = job.out_dtype = query->dtype;
     job.repeat = repeat, job.softcap = softcap, job.sink_logits = pointer<float>(sink_logits), job.threads = threads;
-    job.out_head = job.value_dim, job.out_token = job.kv_heads * repeat * job.value_dim;
+    job.out_head = out->head, job.out_token = out->token;
     if (mask) {
       const auto [at, by_row, by_head, by_query, columns] = *mask;
       job.mask = pointer<std::uint8_t>(at), job.mask_batch = by_row, job.mask_head = by_head, job.mask_query = by_query;
@@ -362,13 +330,13 @@ struct Rows {
     for (const auto* span : {&sinks, &dense}) {
       if (!*span) continue;
       const auto& [keys, values, place, first, tokens] = **span;
-      const std::optional<NumbersAt> key_at = numbers_at(keys, place), value_at = numbers_at(values, place);
-      if (!key_at || !value_at) return {};
-      const kvfold::Numbers key = numbers(*key_at), value = numbers(*value_at);
-      if (key.dtype != value.dtype) return {};
-      given.push_back({key.at, value.at, key.head, key.token, value.head, value.token, key.dtype, first, tokens,
-                       span == &sinks ? nullptr : folded_until, stop});
-      to_next_row.emplace_back(key.batch * bytes_of(key.dtype), value.batch * bytes_of(value.dtype));
+      const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
+      if (!key || !value || key->dtype != value->dtype || place + tokens > std::min(key->shape[2], value->shape[2])) return {};
+      if (!key->has_shape(batch, common.kv_heads, key->shape[2], dim)) return {};
+      if (!value->has_shape(batch, common.kv_heads, value->shape[2], common.value_dim)) return {};
+      given.push_back({key->token_at(place), value->token_at(place), key->head, key->token, value->head, value->token, key->dtype,
+                       first, tokens, span == &sinks ? nullptr : folded_until, stop});
+      to_next_row.emplace_back(key->batch * bytes_of(key->dtype), value->batch * bytes_of(value->dtype));
     }
     for (std::size_t row = 0; row < batch; ++row)
       for (std::size_t i = 0; i < given.size(); ++i) {
@@ -378,18 +346,30 @@ struct Rows {
       }
     std::vector<kvfold::Sequence> sequences;
     for (std::size_t row = 0; row < batch; ++row)
-      sequences.push_back({row, n, static_cast<const char*>(query.at) + row * query.batch * bytes_of(query.dtype),
-                           reinterpret_cast<char*>(out) + row * n * job.out_token * bytes_of(job.out_dtype), pages, nullptr,
-                           folded_stop.data(), spans.data() + row * given.size(), given.size()});
+      sequences.push_back({row, n, query->row(row), const_cast<void*>(out->row(row)), pages, nullptr, folded_stop.data(),
+                           spans.data() + row * given.size(), given.size()});
     job.sequences = sequences.data(), job.count = batch;
     nb::gil_scoped_release release;
     return kernels.attend(job);
   }
 };
 
-bool copy(const std::string& isa, const NumbersAt& from, const NumbersAt& to, std::size_t batch, std::size_t heads,
-          std::size_t tokens, std::size_t dim) {
-  return find(isa).copy({numbers(from), numbers(to), batch, heads, tokens, dim});
+// Copies each tensor (batch, heads, tokens, dim) into another from its token `first` on. Whether all numbers are finite there; none,
+// and nothing written, if kernels do not take a tensor as it lies or one does not fit.
+std::optional<bool> copy(const std::string& isa, const std::vector<std::pair<nb::object, nb::object>>& tensors, std::size_t first) {
+  std::vector<kvfold::Copy> jobs;
+  for (const auto& [from, to] : tensors) {
+    const auto source = kvfold::numbers_of(from), target = kvfold::numbers_of(to);
+    if (!source || !target) return {};
+    const auto [batch, heads, tokens, dim] = source->shape;
+    if (!target->has_shape(batch, heads, target->shape[2], dim) || first + tokens > target->shape[2]) return {};
+    kvfold::Numbers room = *target;
+    room.at = target->token_at(first);
+    jobs.push_back({*source, room, batch, heads, tokens, dim});
+  }
+  bool finite = true;
+  for (const kvfold::Copy& job : jobs) finite &= find(isa).copy(job);
+  return finite;
 }
 
 // Pages of one side of a stream whose tokens fold one by one: how a token is coded, and where pages are, with strides in bytes
@@ -413,8 +393,8 @@ struct TokenSide {
 };
 
 // Folds one token a head, rounded to a side's dtype first, into a free slot of each side's page `page`. False, with nothing changed, if
-// a number or a scale is not finite then.
-bool fold_token(const std::string& isa, const std::vector<std::tuple<NumbersAt, int, const TokenSide*>>& sides, std::size_t batch,
+// a number or a scale is not finite then, or if kernels do not take a tensor as it lies.
+bool fold_token(const std::string& isa, const std::vector<std::tuple<nb::object, int, const TokenSide*>>& sides, std::size_t batch,
                 std::size_t heads, std::size_t page, std::size_t slot) {
   const Kernels& kernels = find(isa);
   constexpr std::size_t kTile = kvfold::kTile;
@@ -423,8 +403,11 @@ bool fold_token(const std::string& isa, const std::vector<std::tuple<NumbersAt, 
     std::vector<std::uint16_t> scale;
   };
   std::vector<Folded> all;
-  for (const auto& [at, dtype, side] : sides) {
+  for (const auto& [token, dtype, side] : sides) {
+    const auto given = kvfold::numbers_of(token);
+    if (!given) return false;
     const std::size_t dim = side->fold.rotation.dim, count = batch * heads;
+    require(given->has_shape(batch, heads, 1, dim), "a token does not fit into pages: it must have the shape (batch, heads, 1, dim)");
     const std::size_t tiles = (side->fold.rotation.code_dim + kTile - 1) / kTile;
     require(slot < side->page_size, "slot must be one of the page's");
     kvfold::Fold job = side->fold;
@@ -433,7 +416,7 @@ bool fold_token(const std::string& isa, const std::vector<std::tuple<NumbersAt, 
     folded.dense.resize(count * dim * kvfold::bytes_of(job.dtype));
     folded.code.resize(count * kTile * 2 * job.bits * tiles), folded.scale.resize(count * kTile);
     const kvfold::Numbers rounded{folded.dense.data(), heads * dim, dim, dim, job.dtype};
-    if (!kernels.copy({numbers(at), rounded, batch, heads, 1, dim})) return false;
+    if (!kernels.copy({*given, rounded, batch, heads, 1, dim})) return false;
     job.x = rounded.at, job.x_batch = rounded.batch, job.x_head = job.x_token = dim, job.batch = batch, job.heads = heads;
     job.first = slot % kTile, job.code = folded.code.data(), job.scale = folded.scale.data();
     kernels.fold(job);
@@ -507,6 +490,7 @@ bool paged_attend(const kvfold::PagedStep& step, const PagedLayer& layer, std::u
 }  // namespace
 
 NB_MODULE(_cpu, m) {
+  nb::set_leak_warnings(false);  // caches that a script still holds when it ends are no leak
   m.def("instruction_sets", &instruction_sets);
   m.def("in_integers", [](const std::string& isa, const OwnedSide& side) { return find(isa).in_integers(side.view()); });
   nb::class_<OwnedSide>(m, "Side")
@@ -521,11 +505,13 @@ NB_MODULE(_cpu, m) {
       .def_static("order", &order_rotation)
       .def_static("ordered_matrix", &ordered_matrix_rotation)
       .def_static("hadamard", &hadamard_rotation);
-  nb::class_<Rows>(m, "Rows")
+  nb::class_<kvfold::Addresses>(m, "Addresses")
+      .def(nb::init<std::vector<nb::object>>())
+      .def("moved", &kvfold::Addresses::moved);
+  nb::class_<Rows, kvfold::Addresses>(m, "Rows")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
-                    std::size_t, std::size_t, std::size_t, std::int64_t>())
+                    std::size_t, std::size_t, std::size_t, std::size_t, std::int64_t, std::vector<nb::object>>())
       .def("attend", &Rows::attend);
-  m.def("numbers_at", &numbers_at, nb::arg(), nb::arg() = 0);
   m.def("copy", &copy);
   nb::class_<PagedLayer>(m, "PagedLayer")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
