@@ -2,7 +2,8 @@
 
 For each shape, format and number of threads: the time of one query token's attention, folded and by the best of several
 dense ways, alternating in one process; medians, the ratio's median and quartiles, and the time that streaming the same
-folded bytes once takes. "again" is a folded call right after another, when caches hold what they can.
+folded bytes once takes. Each folded call is for a token that was just appended, as in decoding. "again" is one right
+after another, when caches hold what they can.
 
     python benchmarks/attention.py [--formats kvfold-4,turboquant-3,turboquant-2] [--json FILE]
     python benchmarks/attention.py --contexts 1024,4096,16384,65536,262144    # how the cost grows
@@ -90,12 +91,14 @@ def main() -> None:
             for name in args.formats.split(","):
                 cache = LayerCache(name)
                 cache.observe(None, cache.append(key[:, :, :-1], value[:, :, :-1]))
-                new = cache.append(key[:, :, -1:], value[:, :, -1:])
+                token = key[:, :, -1:], value[:, :, -1:]
+                attend(q, cache.append(*token), scaling=dim**-0.5)
                 store = cache.groups[0].rows
                 stream = torch.empty(held_bytes([store.pages()]) // 4, dtype=torch.float32).normal_()
                 times: dict[str, list[float]] = {name: [] for name in ("folded", "again", "stream", *kinds)}
                 for _ in range(args.rounds):
                     for call in ("folded", "again"):
+                        new = cache.append(*token)
                         times[call].append(seconds(partial(attend, q, new, scaling=dim**-0.5)))
                     for kind, way in dense.items():
                         times[kind].append(seconds(ways[way]))

@@ -88,6 +88,8 @@ def attend_rows(
         raise ValueError(
             "query holds a NaN or an infinity, or grows to one when scaled: attention over it means nothing"
         )
+    if rows.step is None and rows.key_dim == rows.value_dim and (left := rows.joins_left()):
+        rows.step = _step(rows, kernel, left)
     return out
 
 
@@ -118,6 +120,30 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
         raise ValueError(f"mask has shape {tuple(mask.shape)}: give (batch or 1, heads or 1, n or 1, tokens)")
     if sink_logits is not None and tuple(sink_logits.shape) != (heads,):
         raise ValueError(f"sink_logits has shape {tuple(sink_logits.shape)}: give one for each of the {heads} heads")
+
+
+def _step(rows: FoldedRows, kernel: module.Rows, left: int) -> module.Step | None:
+    """What appends as many as `left` tokens to rows one by one, and attends with the query of each."""
+    assert rows.dtypes is not None
+    folded_until, size = rows.window.sinks + rows.keys.count * rows.page_size, rows.page_size
+    sinks = None if rows.sinks is None else (*rows.sinks, 0, 0, min(rows.length, rows.window.sinks))
+    tail: _cpu.GivenSpan | None = None
+    folds: list[tuple[int, module.TokenSide]] = []
+    read: list[Tensor | module.TokenSide] = [*(rows.sinks or ())]
+    if rows.tail is not None:
+        if not {x.dtype for x in (*rows.tail, *(rows.sinks or ()))} <= DTYPES.keys():
+            return None
+        tail = (*rows.tail, folded_until - rows.tail_start, folded_until, rows.length - folded_until)
+        read += rows.tail
+    else:
+        folder = rows.token_folder()
+        if folder is None or not set(rows.dtypes) <= DTYPES.keys():
+            return None
+        folds = [(DTYPES[dtype], side) for dtype, side in zip(rows.dtypes, folder.sides, strict=True)]
+        read += (*folder.tensors, *folder.sides)
+    return module.Step(
+        kernel, rows.length, rows.length + left, rows.keys.count, sinks, tail, folded_until, folds, size, read
+    )
 
 
 def _room(query: Tensor, rows: FoldedRows) -> Tensor:

@@ -78,6 +78,12 @@ def attend(
         )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if new.is_step and mask is None and sink_logits is None and (backend is None or backend == "cpu"):
+        rows = new.layer.groups[0].rows
+        if rows.step is not None:
+            answer = torch.empty_like(query)
+            if rows.step.attend(query, answer, rows.length, scaling, softcap or 0.0, torch.get_num_threads()):
+                return answer
     if query.requires_grad:
         query = query.detach()
     new.layer.observe(query, new, scaling)

@@ -74,8 +74,9 @@ class Appended:
         Column of the first new token: what the cache held before.
     columns
         New columns.
-    dense
-        For each of the layer's groups, the dense tokens that the new queries may read.
+    spans
+        For each of the layer's groups, the dense tokens that the new queries may read; None for those that are held,
+        after a `FoldedRows.step`.
     observed
         Whether `LayerCache.observe` has seen their queries. Layers that share a cache attend more than once.
     """
@@ -83,8 +84,22 @@ class Appended:
     layer: "LayerCache"
     first_column: int
     columns: int
-    dense: list[DenseSpan | None]
+    spans: list[DenseSpan | None] | None
     observed: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this is one token, the newest, of which nothing but attention has yet to know the query."""
+        return (
+            self.columns == 1 and self.first_column + 1 == self.layer.columns and (self.spans is None or self.observed)
+        )
+
+    @property
+    def dense(self) -> list[DenseSpan | None]:
+        """For each of the layer's groups, the dense tokens that the new queries may read."""
+        if self.spans is None:
+            self.spans = [group.rows.dense_span() for group in self.layer.groups]
+        return self.spans
 
 
 @dataclass(eq=False)
@@ -195,6 +210,9 @@ class LayerCache:
             holds. The cache is unchanged then. On other devices single tokens are looked at when their page is full,
             and attention over a NaN or infinity gives NaN until then.
         """
+        if len(self.groups) == 1 and not self.keeps_queries and self.groups[0].rows.append_by_step(key, value):
+            self.columns += 1
+            return Appended(self, self.columns - 1, 1, None)
         given = (shape := key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
         if given != self._fits:
             self._check(key, value)

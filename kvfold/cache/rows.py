@@ -15,6 +15,7 @@ before; the query that completes them is the first that reads folded pages.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +29,7 @@ from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
 from kvfold.kernels.copy import copy_finite
+from kvfold.kernels.cpu import module as cpu
 from kvfold.kernels.tokens import TokenFolder, TokenPages
 from kvfold.quant.finite import finite
 
@@ -110,6 +112,11 @@ class FoldedRows:
         kv_heads, tokens, key_dim). Kept until the format is fitted for good.
     queries
         Some of those queries themselves (`prompt_costs.looked_at`), kept as long, if the formats await bits by them.
+    dtypes
+        Of keys and values that came last, as they were rounded before they were stored; None before the first.
+    step
+        What appends a token and attends with its query while that changes nothing else here (`joins_left`). Attention
+        makes it; whatever else changes, drops it.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int) -> None:
@@ -139,7 +146,12 @@ class FoldedRows:
         self.fit_tokens = formats.fit_tokens
         self.query_energy: Tensor | None = None
         self.queries: Tensor | None = None
+        self.dtypes: tuple[torch.dtype, torch.dtype] | None = None
+        self.step: cpu.Step | None = None
         self._looked = -1  # pages that were looked at (`look`); -1: not even sinks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "step": None}  # it points to these tensors, not to a copy's
 
     # What is where
 
@@ -223,7 +235,7 @@ class FoldedRows:
         """
         if self.formats.folds_by_token:
             after = self.length - self.window.sinks
-            return n == 1 and after > 0 and after % self.page_size > 0 and self._token_folder() is not None
+            return n == 1 and after > 0 and after % self.page_size > 0 and self.token_folder() is not None
         if self.tail is None or self.length < self.window.sinks:
             return False
         stop, held, window, size = self.length + n, self.keys.count, self.window, self.page_size
@@ -256,7 +268,7 @@ class FoldedRows:
             As `look`.
         """
         if self.tail is None:
-            folder = self._token_folder()
+            folder = self.token_folder()
             page, slot = divmod(self.length - self.window.sinks, self.page_size)
             return folder is not None and folder.fold((key, value)[: self.sides], dtypes[: self.sides], page, slot)
         at, n = self.length - self.tail_start, key.shape[2]
@@ -279,13 +291,40 @@ class FoldedRows:
 
     def join(self, n: int) -> DenseSpan | None:
         """Hold the `n` tokens that were written, and return what `commit` does."""
+        self.step = None
         self.length += n
+        return self.dense_span()
+
+    def dense_span(self) -> DenseSpan | None:
+        """The tokens of the tail that are not folded: what a query of the newest token reads dense, after the sinks."""
         if self.tail is None:
             return None
         start = self.window.sinks + self.keys.count * self.page_size
         return DenseSpan(self.tail, start, first=start - self.tail_start, tokens=self.length - start)
 
-    def _token_folder(self) -> TokenFolder | None:
+    def append_by_step(self, key: Tensor, value: Tensor) -> bool:
+        """Hold one more token if `step` takes it; else nothing has changed."""
+        if self.step is None:
+            return False
+        try:
+            joined = self.step.append(key, value, self.length)
+            self.length += joined
+        except BaseException:  # an interrupt: nobody knows whether it was written
+            self.step = None
+            self.unwrite()
+            raise
+        return joined
+
+    def joins_left(self) -> int:
+        """How many tokens a `step` may append, one by one, that do no more than join those held."""
+        if self.awaits_queries or self.sides == 1 or self.dtypes is None or not self.only_joins(1):
+            return 0
+        if self.tail is None:
+            return -(self.length - self.window.sinks) % self.page_size
+        room = self.tail_start + self.tail[0].shape[2] - self.length
+        return next((n for n in range(room) if not self.only_joins(n + 1)), room)
+
+    def token_folder(self) -> TokenFolder | None:
         """What folds single tokens into pages; None if no kernel does."""
         keys, values = self.keys.storage, self.values.storage
         if keys is None or values is None or keys.code.device.type != "cpu":
@@ -354,6 +393,7 @@ class FoldedRows:
             All tokens after the sinks that the new tokens' queries may read dense: those that were not
             folded yet, and the new ones. None if the formats fold by token.
         """
+        self.step, self.dtypes = None, (pending.key.dtype, pending.value.dtype)
         self._keep_sinks(pending.key, pending.value, pending.into_sinks)
         folded_stop, dense = self.folded_stop, pending.dense
         if dense is None:
@@ -442,6 +482,7 @@ class FoldedRows:
 
     def set_formats(self, formats: FormatPair) -> None:
         """Fold and read by these from now on; they must read what is held as it was folded."""
+        self.step = None
         self.formats = formats
         self.keys.form, self.values.form = formats.keys.form, formats.values.form
 
@@ -579,6 +620,7 @@ class FoldedRows:
             Whether whole pages go. Otherwise tokens go; those that stay keep their codes where pages have neither
             centres nor channel scales; else all pages from the first that loses one are folded once more.
         """
+        self.step = None
         size, pages = self.page_size, keep.shape[-1] if by_page else keep.shape[-1] // self.page_size
         positions = self.folded_positions(pages * size)
         folded = self.folded_stop - self.window.sinks
@@ -630,6 +672,7 @@ class FoldedRows:
         """
         if length >= self.length:
             return 0
+        self.step = None
         self._forget_looks(length)
         if self.formats.folds_by_token:
             self._crop_tokens(max(length - self.window.sinks, 0))

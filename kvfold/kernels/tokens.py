@@ -47,14 +47,22 @@ class TokenFolder:
         Where tokens go: keys and values, or one stream for both.
     instruction_set
         One of `kvfold.attention.cpu.INSTRUCTION_SETS`.
+
+    Attributes
+    ----------
+    sides
+        The streams as the kernel knows them.
+    tensors
+        All that it reads or writes.
     """
 
     def __init__(self, streams: Sequence[TokenPages], instruction_set: str = INSTRUCTION_SET) -> None:
         self._instruction_set = instruction_set
-        self._addresses = cpu.Addresses([tensor for stream in streams for tensor in stream.tensors()])
+        self.tensors = [tensor for stream in streams for tensor in stream.tensors()]
+        self._addresses = cpu.Addresses(self.tensors)
         self._room = min(s.code.shape[2] for s in streams), min(s.scale.shape[3] for s in streams)
         self._batch, self._heads = streams[0].code.shape[:2]
-        self._sides = [_side(stream) for stream in streams]
+        self.sides = [_side(stream) for stream in streams]
 
     def has_moved(self) -> bool:
         """Whether a tensor has other memory by now, as `share_memory_` gives it: then this folder is of no more use."""
@@ -87,7 +95,7 @@ class TokenFolder:
         if not (0 <= page < pages and 0 <= slot < slots):
             raise ValueError(f"page = {page}, slot = {slot}: there are {pages} pages of {slots} tokens")
         given = []
-        for own, dtype, side in zip(x, dtypes, self._sides, strict=True):
+        for own, dtype, side in zip(x, dtypes, self.sides, strict=True):
             number = DTYPES.get(dtype)
             if number is None:
                 return False

@@ -145,6 +145,26 @@ class TokenSide:
         /,
     ) -> None: ...
 
+class Step(Addresses):
+    def __init__(
+        self,
+        rows: Rows,
+        length: int,
+        until: int,
+        pages: int,
+        sinks: GivenSpan | None,
+        tail: GivenSpan | None,
+        folded_until: int,
+        folds: Sequence[tuple[int, TokenSide]],
+        page_size: int,
+        read: Sequence[Tensor | TokenSide],
+        /,
+    ) -> None: ...
+    def append(self, key: Tensor, value: Tensor, length: int, /) -> bool: ...
+    def attend(
+        self, query: Tensor, out: Tensor, length: int, scaling: float, softcap: float, threads: int, /
+    ) -> bool | None: ...
+
 def fold_token(
     isa: str,
     sides: Sequence[tuple[Tensor, int, TokenSide]],

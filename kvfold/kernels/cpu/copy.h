@@ -7,7 +7,7 @@ namespace kvfold {
 
 // (batch, heads, tokens, dim), coordinates side by side; strides in elements.
 struct Numbers {
-  const void* at = nullptr;
+  const void* data = nullptr;
   std::size_t batch = 0, head = 0, token = 0;
   Dtype dtype = Dtype::float32;
 };

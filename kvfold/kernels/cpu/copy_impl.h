@@ -13,9 +13,9 @@ bool copy(const Copy& job) {
         const std::size_t to = b * job.to.batch + h * job.to.head + t * job.to.token;
         for (std::size_t c = 0; c < job.dim; c += kLanes) {
           const std::size_t count = std::min(kLanes, job.dim - c);
-          const Vec v = rounded(job.to.dtype, load_some(job.from.dtype, job.from.at, from + c, count));
+          const Vec v = rounded(job.to.dtype, load_some(job.from.dtype, job.from.data, from + c, count));
           nothing += v * 0.0f;
-          store_some(job.to.dtype, const_cast<void*>(job.to.at), to + c, count, v);
+          store_some(job.to.dtype, const_cast<void*>(job.to.data), to + c, count, v);
         }
       }
   return sum(nothing) == 0.0f;

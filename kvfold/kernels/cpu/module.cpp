@@ -298,13 +298,35 @@ struct Rows : kvfold::Addresses {
   }
   Rows(const Rows&) = delete;  // its sides point into it
 
-  // `reach`: positions that each query reads folded up to, and reads up to at all. Sinks are read from the first on, other
-  // dense tokens from where a query stops to read folded ones. `outs` has the queries' dtype. Whether the queries are finite; none, and
-  // no output, if kernels do not take a tensor as it lies or one does not fit.
+  // Dense tokens at consecutive positions, and whether they are read from the first on, or from where a query stops to read folded ones.
+  struct Given {
+    kvfold::Numbered key, value;
+    std::size_t place;
+    std::int64_t first;
+    std::size_t tokens;
+    bool from_first;
+  };
+
+  // `reach`: positions that each query reads folded up to, and reads up to at all. `outs` has the queries' dtype. Whether the queries
+  // are finite; none, and no output, if kernels do not take a tensor as it lies or one does not fit.
   std::optional<bool> attend(nb::handle queries, nb::handle outs, float scaling, std::size_t pages,
                              const std::vector<std::int64_t>& reach, const std::optional<GivenSpan>& sinks,
                              const std::optional<GivenSpan>& dense, const std::optional<MaskAt>& mask, float softcap,
                              std::uintptr_t sink_logits, int threads) const {
+    std::vector<Given> given;
+    for (const auto* span : {&sinks, &dense}) {
+      if (!*span) continue;
+      const auto& [keys, values, place, first, tokens] = **span;
+      const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
+      if (!key || !value) return {};
+      given.push_back({*key, *value, place, first, tokens, span == &sinks});
+    }
+    return attend(queries, outs, scaling, pages, reach, given, mask, softcap, sink_logits, threads);
+  }
+
+  std::optional<bool> attend(nb::handle queries, nb::handle outs, float scaling, std::size_t pages,
+                             const std::vector<std::int64_t>& reach, const std::vector<Given>& given,
+                             const std::optional<MaskAt>& mask, float softcap, std::uintptr_t sink_logits, int threads) const {
     const auto query = kvfold::numbers_of(queries), out = kvfold::numbers_of(outs);
     if (!query || !out || out->dtype != query->dtype) return {};
     const auto [batch, heads, n, dim] = query->shape;
@@ -325,28 +347,19 @@ struct Rows : kvfold::Addresses {
       job.mask = pointer<std::uint8_t>(at), job.mask_batch = by_row, job.mask_head = by_head, job.mask_query = by_query;
       job.mask_columns = columns;
     }
-    std::vector<kvfold::Span> given, spans;
-    std::vector<std::pair<std::size_t, std::size_t>> to_next_row;  // of given keys and values, in bytes
-    for (const auto* span : {&sinks, &dense}) {
-      if (!*span) continue;
-      const auto& [keys, values, place, first, tokens] = **span;
-      const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
-      if (!key || !value || key->dtype != value->dtype || place + tokens > std::min(key->shape[2], value->shape[2])) return {};
-      if (!key->has_shape(batch, common.kv_heads, key->shape[2], dim)) return {};
-      if (!value->has_shape(batch, common.kv_heads, value->shape[2], common.value_dim)) return {};
-      given.push_back({key->token_at(place), value->token_at(place), key->head, key->token, value->head, value->token, key->dtype,
-                       first, tokens, span == &sinks ? nullptr : folded_until, stop});
-      to_next_row.emplace_back(key->batch * bytes_of(key->dtype), value->batch * bytes_of(value->dtype));
+    std::vector<kvfold::Span> spans;
+    for (const auto& [key, value, place, first, tokens, from_first] : given) {
+      if (key.dtype != value.dtype || place + tokens > std::min(key.shape[2], value.shape[2])) return {};
+      if (!key.has_shape(batch, common.kv_heads, key.shape[2], dim)) return {};
+      if (!value.has_shape(batch, common.kv_heads, value.shape[2], common.value_dim)) return {};
     }
     for (std::size_t row = 0; row < batch; ++row)
-      for (std::size_t i = 0; i < given.size(); ++i) {
-        kvfold::Span& span = spans.emplace_back(given[i]);
-        span.key = static_cast<const char*>(span.key) + row * to_next_row[i].first;
-        span.value = static_cast<const char*>(span.value) + row * to_next_row[i].second;
-      }
+      for (const auto& [key, value, place, first, tokens, from_first] : given)
+        spans.push_back({key.at(row, place), value.at(row, place), key.head, key.token, value.head, value.token, key.dtype, first,
+                         tokens, from_first ? nullptr : folded_until, stop});
     std::vector<kvfold::Sequence> sequences;
     for (std::size_t row = 0; row < batch; ++row)
-      sequences.push_back({row, n, query->row(row), const_cast<void*>(out->row(row)), pages, nullptr, folded_stop.data(),
+      sequences.push_back({row, n, query->at(row, 0), const_cast<void*>(out->at(row, 0)), pages, nullptr, folded_stop.data(),
                            spans.data() + row * given.size(), given.size()});
     job.sequences = sequences.data(), job.count = batch;
     nb::gil_scoped_release release;
@@ -364,7 +377,7 @@ std::optional<bool> copy(const std::string& isa, const std::vector<std::pair<nb:
     const auto [batch, heads, tokens, dim] = source->shape;
     if (!target->has_shape(batch, heads, target->shape[2], dim) || first + tokens > target->shape[2]) return {};
     kvfold::Numbers room = *target;
-    room.at = target->token_at(first);
+    room.data = target->at(0, first);
     jobs.push_back({*source, room, batch, heads, tokens, dim});
   }
   bool finite = true;
@@ -392,39 +405,42 @@ struct TokenSide {
   }
 };
 
-// Folds one token a head, rounded to a side's dtype first, into a free slot of each side's page `page`. False, with nothing changed, if
-// a number or a scale is not finite then, or if kernels do not take a tensor as it lies.
-bool fold_token(const std::string& isa, const std::vector<std::tuple<nb::object, int, const TokenSide*>>& sides, std::size_t batch,
-                std::size_t heads, std::size_t page, std::size_t slot) {
-  const Kernels& kernels = find(isa);
+// A token of each head, the dtype that it is rounded to first, and where it folds.
+struct Token {
+  kvfold::Numbered given;
+  kvfold::Dtype dtype;
+  const TokenSide* side;
+};
+
+// Folds tokens into a free slot of each side's page `page`. False, with nothing changed, if a number or a scale is not finite then.
+bool fold_tokens(const Kernels& kernels, const std::vector<Token>& tokens, std::size_t batch, std::size_t heads, std::size_t page,
+                 std::size_t slot) {
   constexpr std::size_t kTile = kvfold::kTile;
   struct Folded {
     std::vector<std::uint8_t> dense, code;
     std::vector<std::uint16_t> scale;
   };
   std::vector<Folded> all;
-  for (const auto& [token, dtype, side] : sides) {
-    const auto given = kvfold::numbers_of(token);
-    if (!given) return false;
+  for (const auto& [given, dtype, side] : tokens) {
     const std::size_t dim = side->fold.rotation.dim, count = batch * heads;
-    require(given->has_shape(batch, heads, 1, dim), "a token does not fit into pages: it must have the shape (batch, heads, 1, dim)");
+    require(given.has_shape(batch, heads, 1, dim), "a token does not fit into pages: it must have the shape (batch, heads, 1, dim)");
     const std::size_t tiles = (side->fold.rotation.code_dim + kTile - 1) / kTile;
     require(slot < side->page_size, "slot must be one of the page's");
     kvfold::Fold job = side->fold;
-    job.dtype = static_cast<kvfold::Dtype>(dtype);
+    job.dtype = dtype;
     Folded& folded = all.emplace_back();
     folded.dense.resize(count * dim * kvfold::bytes_of(job.dtype));
     folded.code.resize(count * kTile * 2 * job.bits * tiles), folded.scale.resize(count * kTile);
     const kvfold::Numbers rounded{folded.dense.data(), heads * dim, dim, dim, job.dtype};
-    if (!kernels.copy({*given, rounded, batch, heads, 1, dim})) return false;
-    job.x = rounded.at, job.x_batch = rounded.batch, job.x_head = job.x_token = dim, job.batch = batch, job.heads = heads;
+    if (!kernels.copy({given, rounded, batch, heads, 1, dim})) return false;
+    job.x = rounded.data, job.x_batch = rounded.batch, job.x_head = job.x_token = dim, job.batch = batch, job.heads = heads;
     job.first = slot % kTile, job.code = folded.code.data(), job.scale = folded.scale.data();
     kernels.fold(job);
     for (std::size_t i = 0; i < count; ++i)
       if ((folded.scale[i * kTile + job.first] & 0x7c00) == 0x7c00) return false;
   }
-  for (std::size_t s = 0; s < sides.size(); ++s) {
-    const TokenSide& side = *std::get<2>(sides[s]);
+  for (std::size_t s = 0; s < tokens.size(); ++s) {
+    const TokenSide& side = *tokens[s].side;
     const std::size_t tiles = (side.fold.rotation.code_dim + kTile - 1) / kTile, rows = side.page_size / kTile;
     const std::size_t tile = 2 * kTile * side.fold.bits, row = slot / kTile;
     for (std::size_t b = 0; b < batch; ++b)
@@ -441,6 +457,95 @@ bool fold_token(const std::string& isa, const std::vector<std::tuple<nb::object,
   }
   return true;
 }
+
+// As `fold_tokens`; false also if kernels do not take a tensor as it lies.
+bool fold_token(const std::string& isa, const std::vector<std::tuple<nb::object, int, const TokenSide*>>& sides, std::size_t batch,
+                std::size_t heads, std::size_t page, std::size_t slot) {
+  std::vector<Token> tokens;
+  for (const auto& [token, dtype, side] : sides) {
+    const auto given = kvfold::numbers_of(token);
+    if (!given) return false;
+    tokens.push_back({*given, static_cast<kvfold::Dtype>(dtype), side});
+  }
+  return fold_tokens(find(isa), tokens, batch, heads, page, slot);
+}
+
+// Rows as single tokens join them, from one length up to another, while nothing else of theirs changes: a token is appended, and its
+// queries are answered, with no other look at the rows. It joins a tail, or folds into the last page by `folds`. The `read` are all
+// that this points to beside the rows' own.
+class Step : public kvfold::Addresses {
+ public:
+  using Fold = std::pair<int, const TokenSide*>;  // the dtype that tokens are rounded to, and where they fold
+
+  Step(const Rows& rows, std::int64_t length, std::int64_t until, std::size_t pages, const std::optional<GivenSpan>& sinks,
+       const std::optional<GivenSpan>& tail, std::int64_t folded_until, const std::vector<Fold>& folds, std::size_t page_size,
+       std::vector<nb::object> read)
+      : Addresses(std::move(read)), rows_(rows), length_(length), until_(until), folded_until_(folded_until), pages_(pages),
+        page_size_(page_size) {
+    for (const auto* span : {&sinks, &tail}) {
+      if (!*span) continue;
+      const auto& [keys, values, place, first, tokens] = **span;
+      const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
+      require(key && value, "a step takes dense tokens in a CPU's memory, of float32, float16 or bfloat16");
+      given_.push_back({*key, *value, place, first, tokens, span == &sinks});
+    }
+    has_tail_ = tail.has_value();
+    if (has_tail_) dtypes_[0] = given_.back().key.dtype, dtypes_[1] = given_.back().value.dtype;
+    for (std::size_t i = 0; i < folds.size(); ++i)
+      folds_.push_back(folds[i].second), dtypes_[i] = static_cast<kvfold::Dtype>(folds[i].first);
+    require(has_tail_ || folds_.size() == 2, "a step needs somewhere for keys and values to go");
+  }
+
+  // Whether a token was appended to rows of so many. If not, nothing has changed: it is not finite, does not fit or lies otherwise, there
+  // is more to do than to append it, or the rows are not as they were.
+  bool append(nb::handle keys, nb::handle values, std::int64_t length) {
+    if (length != length_ || length >= until_ || moved() || rows_.moved()) return false;
+    const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
+    if (!key || !value || !is_kept_as(dtypes_[0], key->dtype) || !is_kept_as(dtypes_[1], value->dtype)) return false;
+    const std::size_t heads = rows_.common.kv_heads, batch = key->shape[0];
+    if (!key->has_shape(batch, heads, 1, rows_.common.key_dim) || !value->has_shape(batch, heads, 1, rows_.common.value_dim)) return false;
+    if (has_tail_) {
+      Rows::Given& tail = given_.back();
+      const std::size_t place = tail.place + tail.tokens;
+      if (batch != tail.key.shape[0] || place >= tail.key.shape[2]) return false;
+      bool finite = true;
+      for (const auto& [from, to] : {std::pair(&*key, &tail.key), std::pair(&*value, &tail.value)}) {
+        kvfold::Numbers room = *to;
+        room.data = to->at(0, place);
+        finite &= rows_.kernels.copy({*from, room, batch, heads, 1, from->shape[3]});
+      }
+      if (!finite) return false;
+      ++tail.tokens;
+    } else {
+      const std::size_t after = length - rows_.common.pages_first;
+      if (batch != rows_.page_rows) return false;
+      const std::vector<Token> tokens = {{*key, dtypes_[0], folds_[0]}, {*value, dtypes_[1], folds_[1]}};
+      if (!fold_tokens(rows_.kernels, tokens, batch, heads, after / page_size_, after % page_size_)) return false;
+    }
+    ++length_;
+    return true;
+  }
+
+  // As `Rows::attend`, for the newest token of rows of so many; none, too, if they are not as they were.
+  std::optional<bool> attend(nb::handle query, nb::handle out, std::int64_t length, float scaling, float softcap, int threads) const {
+    if (length != length_ || moved() || rows_.moved()) return {};
+    return rows_.attend(query, out, scaling, pages_, {has_tail_ ? folded_until_ : length_, length_}, given_, {}, softcap, 0, threads);
+  }
+
+ private:
+  // Whether a cache that keeps one dtype takes another for it: `LayerCache` keeps 16 bits of float32, unless it was told what to keep.
+  static bool is_kept_as(kvfold::Dtype kept, kvfold::Dtype given) {
+    return given == kept || (given == kvfold::Dtype::float32 && kept == kvfold::Dtype::float16);
+  }
+
+  const Rows& rows_;
+  std::int64_t length_, until_, folded_until_;
+  std::size_t pages_, page_size_;
+  std::vector<Rows::Given> given_;
+  bool has_tail_ = false;
+  std::vector<const TokenSide*> folds_;
+  kvfold::Dtype dtypes_[2] = {};
+};
 
 using ConstInts = nb::ndarray<const std::int64_t, nb::c_contig, nb::device::cpu>;
 
@@ -511,7 +616,9 @@ NB_MODULE(_cpu, m) {
   nb::class_<Rows, kvfold::Addresses>(m, "Rows")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
                     std::size_t, std::size_t, std::size_t, std::size_t, std::int64_t, std::vector<nb::object>>())
-      .def("attend", &Rows::attend);
+      .def("attend", nb::overload_cast<nb::handle, nb::handle, float, std::size_t, const std::vector<std::int64_t>&,
+                                       const std::optional<GivenSpan>&, const std::optional<GivenSpan>&, const std::optional<MaskAt>&,
+                                       float, std::uintptr_t, int>(&Rows::attend, nb::const_));
   m.def("copy", &copy);
   nb::class_<PagedLayer>(m, "PagedLayer")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
@@ -523,6 +630,12 @@ NB_MODULE(_cpu, m) {
       .def(nb::init<const kvfold::Rotation&, std::uintptr_t, unsigned, int, bool, std::size_t, std::uintptr_t, std::size_t,
                     std::size_t, std::uintptr_t, std::size_t, std::size_t>());
   m.def("fold_token", &fold_token);
+  nb::class_<Step>(m, "Step")
+      .def(nb::init<const Rows&, std::int64_t, std::int64_t, std::size_t, const std::optional<GivenSpan>&, const std::optional<GivenSpan>&,
+                    std::int64_t, const std::vector<Step::Fold>&, std::size_t, std::vector<nb::object>>(),
+           nb::keep_alive<1, 2>())
+      .def("append", &Step::append)
+      .def("attend", &Step::attend);
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);

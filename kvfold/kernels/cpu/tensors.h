@@ -69,8 +69,9 @@ struct Numbered : Numbers {
   bool has_shape(std::size_t rows, std::size_t heads, std::size_t tokens, std::size_t dim) const {
     return shape[0] == rows && shape[1] == heads && shape[2] == tokens && shape[3] == dim;
   }
-  const void* row(std::size_t r) const { return static_cast<const char*>(at) + r * batch * bytes_of(dtype); }
-  const void* token_at(std::size_t t) const { return static_cast<const char*>(at) + t * token * bytes_of(dtype); }
+  const void* at(std::size_t r, std::size_t t) const {
+    return static_cast<const char*>(data) + (r * batch + t * token) * bytes_of(dtype);
+  }
 };
 
 // None if kernels do not take a tensor as it lies.
@@ -82,7 +83,7 @@ inline std::optional<Numbered> numbers_of(nb::handle tensor) {
   const nb::object negative = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), torch().is_neg.ptr()));
   if (negative.ptr() != Py_False) return {};  // its numbers have to change their signs yet
   Numbered numbers;
-  numbers.at = seen->data, numbers.dtype = *dtype;
+  numbers.data = seen->data, numbers.dtype = *dtype;
   numbers.batch = seen->strides[0], numbers.head = seen->strides[1], numbers.token = seen->strides[2];
   std::copy_n(seen->shape, 4, numbers.shape);
   return numbers;

@@ -1,0 +1,170 @@
+"""Steps of decoding that one kernel appends and another answers, against the way that every token can go."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.attention import attend, cpu
+from kvfold.cache.layer import LayerCache
+from kvfold.cache.report import held_bytes
+
+FORMATS = ("kvfold-4", "centred-4:turboquant-3", "turboquant-4", "turboquant-3@32:hadamard-2@32")
+
+
+class Pair:
+    """One cache whose tokens go by steps where they can, and one whose tokens never do."""
+
+    def __init__(self, format: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> None:
+        self.stepping, self.plain = LayerCache(format), LayerCache(format)
+        self.dtype, self.generator, self.patch = dtype, torch.Generator().manual_seed(0), monkeypatch
+        self.steps = 0
+
+    def random(self, *shape: int) -> Tensor:
+        """As models give it: heads side by side."""
+        batch, heads, n, dim = shape
+        return torch.randn(batch, n, heads, dim, generator=self.generator).to(self.dtype).transpose(1, 2)
+
+    def token(self, batch: int = 2, n: int = 1, **options: object) -> None:
+        """Append and attend with both, and compare what comes out and what is held."""
+        key, value, query = self.random(batch, 2, n, 64), self.random(batch, 2, n, 64), self.random(batch, 6, n, 64)
+        new = self.stepping.append(key, value)
+        self.steps += new.spans is None
+        got = attend(query, new, scaling=1 / 8, **options)  # type: ignore[arg-type]
+        with self.patch.context() as patch:
+            patch.setattr(cpu, "_step", lambda *args: None)
+            expected = attend(query, self.plain.append(key, value), scaling=1 / 8, **options)  # type: ignore[arg-type]
+        assert got.dtype == self.dtype
+        assert torch.equal(got, expected)
+        self.compare()
+
+    def compare(self) -> None:
+        assert self.stepping.columns == self.plain.columns
+        assert all(map(torch.equal, self.stepping.unfold(torch.float32), self.plain.unfold(torch.float32)))
+
+    def both(self, change: Callable[[LayerCache], object]) -> None:
+        change(self.stepping)
+        change(self.plain)
+        self.compare()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_steps_answer_as_others_do(format: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(format, monkeypatch, dtype)
+    pair.token(n=300)
+    for _ in range(150):
+        pair.token()
+    assert pair.steps > 120
+    pair.token(softcap=20.0)
+    pair.token(mask=torch.rand(1, 1, 1, pair.plain.columns + 1, generator=pair.generator) < 0.7)
+    pair.token(sink_logits=torch.ones(6))
+    pair.token(n=3)
+    pair.token()
+    assert held_bytes(pair.stepping) == held_bytes(pair.plain)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_else_changes_is_noticed(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(format, monkeypatch)
+    pair.token(n=300)
+
+    def evict(cache: LayerCache) -> None:
+        rows = cache.groups[0].rows
+        keep = torch.arange(rows.evictable(0) // rows.page_size).expand(rows.batch, 2, -1) > 0
+        rows.evict(keep, by_page=True)
+
+    def move(cache: LayerCache) -> None:
+        rows = cache.groups[0].rows
+        for pages in rows.pages():
+            assert pages is not None
+            for _, tensor in pages.tensors():
+                tensor.share_memory_()
+        for tensor in (*(rows.sinks or ()), *(rows.tail or ())):
+            tensor.share_memory_()
+
+    def undo(cache: LayerCache) -> None:
+        state = cache.state()
+        attend(torch.ones(2, 6, 1, 64), cache.append(*torch.ones(2, 2, 2, 1, 64)), scaling=1 / 8)
+        cache.restore(state)
+
+    changes: list[Callable[[LayerCache], object]] = [
+        lambda cache: cache.crop(cache.columns - 3),
+        lambda cache: cache.crop(200),
+        lambda cache: cache.select(torch.tensor([1, 0])),
+        lambda cache: cache.select(torch.tensor([1, 1])),
+        undo,
+        move,
+    ]
+    for change in changes:
+        for _ in range(5):
+            pair.token()
+        assert pair.stepping.groups[0].rows.step is not None
+        pair.both(change)
+        for _ in range(5):
+            pair.token()
+    pair.stepping, kept = copy.deepcopy(pair.stepping), pair.stepping
+    pair.token()
+    kept.append(*torch.zeros(2, 2, 2, 1, 64))  # which its copy must not see
+    pair.token()
+    for cache in (pair.stepping, pair.plain):
+        evict(cache)
+    key, value, query = pair.random(2, 2, 1, 64), pair.random(2, 2, 1, 64), pair.random(2, 6, 1, 64)
+    answers = [attend(query, cache.append(key, value), scaling=1 / 8) for cache in (pair.stepping, pair.plain)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_step_refuses_what_others_refuse(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(format, monkeypatch)
+    pair.token(n=300)
+    for _ in range(3):
+        pair.token()
+    good = torch.ones(2, 2, 1, 64)
+    for bad, message in (
+        (good * float("nan"), "is nan"),
+        (good * 1e5, "too large for torch.float16"),
+        (good[:1], "has batch 1|must both have the shape"),
+        (good[..., :32], "has 2 heads of 32"),
+        (good.double()[:, :1], "must both have the shape|has 1 heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pair.stepping.append(bad, good)
+        pair.compare()
+        pair.token()
+    new = pair.stepping.append(good, good)
+    for query, message in (
+        (torch.full((2, 6, 1, 64), float("inf")), "query holds a NaN or an infinity"),
+        (torch.ones(2, 5, 1, 64), "query has shape"),
+        (torch.ones(1, 6, 1, 64), "query has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(query, new, scaling=1 / 8)
+    double = attend(torch.ones(2, 6, 1, 64, dtype=torch.float64), new, scaling=1 / 8)
+    torch.testing.assert_close(
+        attend(torch.ones(2, 6, 1, 64), new, scaling=1 / 8), double.float(), rtol=0.05, atol=0.02
+    )
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+def test_an_interrupted_step_leaves_no_trace(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(format, monkeypatch)
+    pair.token(n=300)
+    pair.token()
+    rows = pair.stepping.groups[0].rows
+    step = rows.step
+    assert step is not None
+
+    class Interrupted:
+        def append(self, *args: object) -> bool:
+            assert step.append(*args)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+    rows.step = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pair.stepping.append(*torch.ones(2, 2, 2, 1, 64))
+    pair.compare()
+    for _ in range(3):
+        pair.token()
