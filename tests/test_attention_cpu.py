@@ -113,6 +113,30 @@ def test_masks_caps_and_sinks(format: str) -> None:
 
 
 @pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
+def test_masks_that_only_say_where_to_stop(format: str, isa: str) -> None:
+    """As causal ones do, for all heads or for each, they cost nothing; one that hides more, anywhere, is looked at."""
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 90):
+        new = _fill(format, 400, n)
+        q = 3 * torch.randn(2, 6, n, 64, generator=generator)
+        causal = torch.ones(n, 400, dtype=torch.bool).tril(400 - n)
+        expected, _ = _both(new, q, isa)
+        for mask in (causal[None, None], causal.expand(2, 6, n, 400), causal.expand(2, 6, n, 400).contiguous()):
+            got, _ = _both(new, q, isa, mask=mask)
+            assert torch.equal(got, expected)
+        for hidden in ((1, 4, -1, 9), (0, 0, 0, slice(0, 200)), (1, 5, 0, slice(300, 400))):
+            mask = causal.repeat(2, 6, 1, 1)
+            mask[hidden] = False
+            got, expected_then = _both(new, q, isa, mask=mask)
+            _close(got, expected_then)
+            assert not torch.equal(got[hidden[:2]], expected[hidden[:2]])
+        short = causal[None, None, :, :350]  # positions beyond a mask are hidden
+        got, expected_then = _both(new, q, isa, mask=torch.cat((short, torch.zeros(1, 1, n, 50, dtype=torch.bool)), -1))
+        _close(got, expected_then)
+
+
+@pytest.mark.parametrize("isa", cpu.INSTRUCTION_SETS)
 @pytest.mark.parametrize("dims", [(64, 64), (40, 24), (80, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_of_what_stays_dense(dtype: torch.dtype, dims: tuple[int, int], isa: str) -> None:

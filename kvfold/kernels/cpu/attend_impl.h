@@ -369,12 +369,25 @@ class Worker {
     if (!job_.mask) return;
     const std::size_t head = head_ * job_.repeat + (first_ + r) / sequence_->queries;
     const std::uint8_t* mask = job_.mask + sequence_->row * job_.mask_batch + head * job_.mask_head + q * job_.mask_query;
-    for (std::size_t t = 0; t < width; t += kLanes) {
-      const std::int64_t left = job_.mask_columns - (start + static_cast<std::int64_t>(t));
-      Flags flags{};
-      if (left > 0) std::memcpy(&flags, mask + start + t, std::min<std::size_t>(kLanes, static_cast<std::size_t>(left)));
-      store(scores + t, __builtin_convertvector(flags, Ints) != 0 ? load(scores + t) : all(kNever));
+    const std::int64_t known = std::clamp<std::int64_t>(job_.mask_columns - start, 0, static_cast<std::int64_t>(width));
+    std::size_t t = 0;
+    for (; t + kLanes <= static_cast<std::size_t>(known); t += kLanes) hide_unseen(mask + start + t, scores + t);
+    for (; t < width; t += kLanes) {
+      std::uint8_t last[kLanes] = {};
+      const std::size_t some = std::max<std::int64_t>(known - static_cast<std::int64_t>(t), 0);
+      std::copy_n(mask + start + t, some, last);
+      hide_unseen(last, scores + t);
     }
+  }
+
+  // 16 scores to -∞ where 16 bytes of a mask are 0.
+  static KVFOLD_INLINE void hide_unseen(const std::uint8_t* mask, float* scores) {
+#ifdef __AVX512F__
+    const __m128i seen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(mask));
+    _mm512_mask_storeu_ps(scores, _mm_testn_epi8_mask(seen, seen), __m512(all(kNever)));
+#else
+    for (std::size_t i = 0; i < kLanes; ++i) scores[i] = mask[i] ? scores[i] : kNever;
+#endif
   }
 
   void rescale(const State& state, std::size_t r, float decay) const {

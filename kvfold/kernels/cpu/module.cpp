@@ -9,7 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -281,6 +281,27 @@ using GivenSpan = std::tuple<nb::object, nb::object, std::size_t, std::int64_t, 
 // One byte a position: strides in bytes from row to row, head to head and query to query, and how many positions.
 using MaskAt = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::int64_t>;
 
+// Brings down where each query stops to the last position that a mask lets it see anywhere. Whether that is all that the mask says, as
+// for causal ones.
+bool stops(const MaskAt& mask, std::size_t batch, std::size_t heads, std::vector<std::int64_t>& stop) {
+  const auto [at, by_row, by_head, by_query, columns] = mask;
+  bool all = true;
+  for (std::size_t q = 0; q < stop.size(); ++q) {
+    const std::int64_t most = std::min(stop[q], columns);
+    std::int64_t last = -1;
+    for (std::size_t row = 0; row < (by_row ? batch : 1); ++row)
+      for (std::size_t head = 0; head < (by_head ? heads : 1); ++head) {
+        const auto* seen = pointer<std::uint8_t>(at) + row * by_row + head * by_head + q * by_query;
+        std::int64_t own = most;
+        while (own && !seen[own - 1]) --own;
+        all = all && (last < 0 || own == last) && !std::memchr(seen, 0, static_cast<std::size_t>(own));
+        last = std::max(last, own);
+      }
+    stop[q] = last;
+  }
+  return all;
+}
+
 // Batch rows that hold equally many tokens, as attention reads them while nothing of theirs moves: the `read` are all that the
 // sides and rotations point to.
 struct Rows : kvfold::Addresses {
@@ -333,8 +354,9 @@ struct Rows : kvfold::Addresses {
     const std::size_t repeat = heads / common.kv_heads;
     if (!repeat || heads != repeat * common.kv_heads || dim != common.key_dim || n != reach.size() / 2) return {};
     if (!out->has_shape(batch, heads, n, common.value_dim) || (page_rows && batch != page_rows)) return {};
-    const std::int64_t *folded_until = reach.data(), *stop = folded_until + n;
-    std::vector<std::int64_t> folded_stop;
+    const std::int64_t* folded_until = reach.data();
+    std::vector<std::int64_t> stop(folded_until + n, folded_until + 2 * n), folded_stop;
+    const bool hides_more = mask && !stops(*mask, batch, heads, stop);
     for (std::size_t i = 0; i < n; ++i) folded_stop.push_back(std::min(folded_until[i], stop[i]));
 
     kvfold::Attention job = common;
@@ -342,7 +364,7 @@ struct Rows : kvfold::Addresses {
     job.query_dtype = job.out_dtype = query->dtype;
     job.repeat = repeat, job.softcap = softcap, job.sink_logits = pointer<float>(sink_logits), job.threads = threads;
     job.out_head = out->head, job.out_token = out->token;
-    if (mask) {
+    if (hides_more) {
       const auto [at, by_row, by_head, by_query, columns] = *mask;
       job.mask = pointer<std::uint8_t>(at), job.mask_batch = by_row, job.mask_head = by_head, job.mask_query = by_query;
       job.mask_columns = columns;
@@ -356,7 +378,7 @@ struct Rows : kvfold::Addresses {
     for (std::size_t row = 0; row < batch; ++row)
       for (const auto& [key, value, place, first, tokens, from_first] : given)
         spans.push_back({key.at(row, place), value.at(row, place), key.head, key.token, value.head, value.token, key.dtype, first,
-                         tokens, from_first ? nullptr : folded_until, stop});
+                         tokens, from_first ? nullptr : folded_until, stop.data()});
     std::vector<kvfold::Sequence> sequences;
     for (std::size_t row = 0; row < batch; ++row)
       sequences.push_back({row, n, query->at(row, 0), const_cast<void*>(out->at(row, 0)), pages, nullptr, folded_stop.data(),

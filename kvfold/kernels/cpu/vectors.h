@@ -38,7 +38,6 @@ constexpr std::size_t kBlock = 4;        // rows whose softmax, or whose product
 typedef float Vec __attribute__((vector_size(64)));
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t Ints __attribute__((vector_size(64)));
-typedef std::uint8_t Flags __attribute__((vector_size(16)));
 
 // Floats on a cache line's boundary: zeros, or whatever lay there. Ours, as a library's templates would be shared with code
 // that was compiled for other instruction sets.
