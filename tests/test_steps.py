@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from kvfold.attention import attend, cpu
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import held_bytes
+from kvfold.formats import Window
 
 FORMATS = ("kvfold-4", "centred-4:turboquant-3", "turboquant-4", "turboquant-3@32:hadamard-2@32")
 
@@ -17,8 +19,10 @@ FORMATS = ("kvfold-4", "centred-4:turboquant-3", "turboquant-4", "turboquant-3@3
 class Pair:
     """One cache whose tokens go by steps where they can, and one whose tokens never do."""
 
-    def __init__(self, format: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> None:
-        self.stepping, self.plain = LayerCache(format), LayerCache(format)
+    def __init__(
+        self, format: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        self.stepping, self.plain = LayerCache(format, **options), LayerCache(format, **options)
         self.dtype, self.generator, self.patch = dtype, torch.Generator().manual_seed(0), monkeypatch
         self.steps = 0
 
@@ -64,6 +68,18 @@ def test_steps_answer_as_others_do(format: str, dtype: torch.dtype, monkeypatch:
     pair.token(n=3)
     pair.token()
     assert held_bytes(pair.stepping) == held_bytes(pair.plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sharpen": True, "window": Window(4, 24, 24)}, {"dense_dtype": torch.float32}, {"dense_dtype": torch.bfloat16}],
+)
+def test_steps_heed_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sharpen` changes queries before they are answered; what is kept may be told."""
+    pair = Pair("tbq3" if "sharpen" in options else "kvfold-4", monkeypatch, **options)
+    pair.token(n=300)
+    for _ in range(20):
+        pair.token()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -168,3 +184,76 @@ def test_an_interrupted_step_leaves_no_trace(format: str, monkeypatch: pytest.Mo
     pair.compare()
     for _ in range(3):
         pair.token()
+
+
+def test_a_tail_that_was_widened_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tokens that were refused then: it is another than the step's."""
+    pair = Pair("kvfold-4", monkeypatch)
+    pair.token(n=300)
+    rows = pair.stepping.groups[0].rows
+    for _ in range(200):
+        assert rows.tail is not None
+        room = rows.tail_start + rows.tail[0].shape[2] - rows.length
+        if rows.step is not None and 0 < room < 5 and rows.only_joins(5):
+            break
+        pair.token()
+    many = torch.ones(2, 2, 5, 64)
+    many[0, 0, 4, 0] = float("nan")
+    with pytest.raises(ValueError, match="is nan"):
+        pair.stepping.append(many, many)
+    assert rows.tail_start + rows.tail[0].shape[2] - rows.length >= 5
+    for _ in range(6):
+        pair.token()
+
+
+def test_rows_that_have_not_started_keep_steps_away() -> None:
+    """A batch of the wrong size is no step of those that have."""
+    cache = LayerCache("turboquant-4")
+    for n in (40, 1, 1):
+        new = cache.append(*torch.ones(2, 2, 2, n, 64), [0, 60])
+        attend(torch.ones(2, 6, n, 64), new, scaling=1 / 8)
+    with pytest.raises(ValueError, match="has batch 1"):
+        cache.append(*torch.ones(2, 1, 2, 1, 64))
+    padding = LayerCache("turboquant-4")
+    new = padding.append(*torch.ones(2, 1, 2, 1, 64), [5])
+    for _ in range(2):
+        assert not attend(torch.ones(1, 6, 1, 64), new, scaling=1 / 8).any()
+
+
+def test_layers_that_share_a_cache_attend_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("kvfold-4", monkeypatch)
+    pair.token(n=300)
+    for _ in range(30):
+        key, value, query, other = (pair.random(2, heads, 1, 64) for heads in (2, 2, 6, 6))
+        new, plain = pair.stepping.append(key, value), pair.plain.append(key, value)
+        for q in (query, other):
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu, "_step", lambda *args: None)
+                expected = attend(q, plain, scaling=1 / 8)
+            assert torch.equal(attend(q, new, scaling=1 / 8), expected)
+
+
+def test_queries_that_are_kept_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As policies ask for them: from when they ask on."""
+    pair = Pair("kvfold-4", monkeypatch)
+    pair.token(n=300)
+    pair.token()
+    for cache in (pair.stepping, pair.plain):
+        cache.keeps_queries = 4
+    for _ in range(3):
+        pair.token()
+    assert pair.stepping.newest_queries is not None
+    assert pair.plain.newest_queries is not None
+    assert torch.equal(pair.stepping.newest_queries, pair.plain.newest_queries)
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+def test_a_loaded_cache_goes_on(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(format, monkeypatch)
+    pair.token(n=300)
+    pair.token()
+    pair.stepping = LayerCache.from_saved(pair.stepping.to_saved())
+    before = pair.steps
+    for _ in range(100):
+        pair.token()
+    assert pair.steps > before + 30

@@ -124,20 +124,20 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
 
 def _step(rows: FoldedRows, kernel: module.Rows, left: int) -> module.Step | None:
     """What appends as many as `left` tokens to rows one by one, and attends with the query of each."""
-    assert rows.dtypes is not None
     folded_until, size = rows.window.sinks + rows.keys.count * rows.page_size, rows.page_size
     sinks = None if rows.sinks is None else (*rows.sinks, 0, 0, min(rows.length, rows.window.sinks))
     tail: _cpu.GivenSpan | None = None
     folds: list[tuple[int, module.TokenSide]] = []
     read: list[Tensor | module.TokenSide] = [*(rows.sinks or ())]
     if rows.tail is not None:
-        if not {x.dtype for x in (*rows.tail, *(rows.sinks or ()))} <= DTYPES.keys():
+        dense = {x.dtype for x in (*rows.tail, *(rows.sinks or ()))}
+        if len(dense) > 1 or not dense <= DTYPES.keys():
             return None
         tail = (*rows.tail, folded_until - rows.tail_start, folded_until, rows.length - folded_until)
         read += rows.tail
     else:
         folder = rows.token_folder()
-        if folder is None or not set(rows.dtypes) <= DTYPES.keys():
+        if folder is None or rows.dtypes is None or not set(rows.dtypes) <= DTYPES.keys():
             return None
         folds = [(DTYPES[dtype], side) for dtype, side in zip(rows.dtypes, folder.sides, strict=True)]
         read += (*folder.tensors, *folder.sides)

@@ -89,10 +89,10 @@ class Appended:
 
     @property
     def is_step(self) -> bool:
-        """Whether this is one token, the newest, of which nothing but attention has yet to know the query."""
-        return (
-            self.columns == 1 and self.first_column + 1 == self.layer.columns and (self.spans is None or self.observed)
-        )
+        """Whether this is one token, the newest, whose query may go to a `FoldedRows.step` as it is."""
+        if not self.layer.takes_steps or (self.spans is not None and not self.observed):
+            return False
+        return self.columns == 1 and self.first_column + 1 == self.layer.columns
 
     @property
     def dense(self) -> list[DenseSpan | None]:
@@ -145,6 +145,9 @@ class LayerCache:
     ----------
     keeps_queries
         How many of the newest queries to keep, for whoever evicts by them.
+    takes_steps
+        Whether all rows are in one group, and their queries go to attention as they are, so that a `FoldedRows.step`
+        may take a token; nobody observes its query then.
     newest_queries
         They, (batch, heads, tokens, key_dim), of the newest columns; None if none are kept.
 
@@ -182,6 +185,7 @@ class LayerCache:
         """Forget everything."""
         self.columns = 0
         self.groups: list[RowGroup] = []
+        self.takes_steps = False
         if self.budgets is not None:
             self.budgets.shares.clear()
         self.newest_queries: Tensor | None = None
@@ -210,7 +214,7 @@ class LayerCache:
             holds. The cache is unchanged then. On other devices single tokens are looked at when their page is full,
             and attention over a NaN or infinity gives NaN until then.
         """
-        if len(self.groups) == 1 and not self.keeps_queries and self.groups[0].rows.append_by_step(key, value):
+        if self.takes_steps and not self.keeps_queries and self.groups[0].rows.append_by_step(key, value):
             self.columns += 1
             return Appended(self, self.columns - 1, 1, None)
         given = (shape := key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
@@ -221,6 +225,7 @@ class LayerCache:
         dense = self._join(key, value)
         if dense is None:
             dense = self._grow(key, value, padding)
+        self.takes_steps = len(self.groups) == 1 and not self.awaits_rows and not self.sharpen
         self.columns += n
         return Appended(self, first_column, n, dense)
 
@@ -480,7 +485,7 @@ class LayerCache:
         for group in self.groups:
             kept = max(columns - group.padding - group.rows.evicted, 0)
             lost = max(lost, group.rows.crop(kept if columns > group.padding else 0))
-        self.groups = [group for group in self.groups if group.rows.length]
+        self.groups, self.takes_steps = [group for group in self.groups if group.rows.length], False
         self.columns = min(self.columns, columns)
         if self.columns == 0:
             self.clear()
@@ -499,7 +504,7 @@ class LayerCache:
                 continue
             group.rows.select(torch.tensor([place[wanted[i]] for i in new]))
             kept.append(RowGroup(torch.tensor(new, device=group.batch_rows.device), group.padding, group.rows))
-        self.groups = kept
+        self.groups, self.takes_steps = kept, False
         if self.newest_queries is not None:
             self.newest_queries = self.newest_queries.index_select(0, rows.to(self.newest_queries.device))
         self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
@@ -518,7 +523,7 @@ class LayerCache:
         self.newest_queries, self._fits, self._fitting_query = state.newest_queries, None, None
         for group, rows in state.groups:
             group.rows.restore(rows)
-        self.groups = [group for group, _ in state.groups]
+        self.groups, self.takes_steps = [group for group, _ in state.groups], False
 
     # Into a file and back
 

@@ -36,7 +36,6 @@ from kvfold.quant.finite import finite
 TAIL_STEP = 16
 """The dense tail grows by so many tokens at a time."""
 
-
 Allot = Callable[[Tensor | None, Tensor, Tensor], FormatPair]
 """Gives formats that await bits theirs, by `FoldedRows.queries` of the first tokens, and by their keys and values."""
 
@@ -241,7 +240,7 @@ class FoldedRows:
         stop, held, window, size = self.length + n, self.keys.count, self.window, self.page_size
         old = stop - window.sinks - window.recent
         if old < (held + 1) * size and old - window.undo < self.tail_start - window.sinks + size:
-            return True  # whatever it is fitted to
+            return True  # no page is ripe, fitted or not, and the tail's start stays
         if not self.formats.awaits_fit and self.full_pages(stop, window.recent) > held:
             return False
         dropped = min(self.full_pages(stop, window.recent + window.undo), held)
@@ -317,7 +316,7 @@ class FoldedRows:
 
     def joins_left(self) -> int:
         """How many tokens a `step` may append, one by one, that do no more than join those held."""
-        if self.awaits_queries or self.sides == 1 or self.dtypes is None or not self.only_joins(1):
+        if self.awaits_queries or self.sides == 1 or not self.only_joins(1):
             return 0
         if self.tail is None:
             return -(self.length - self.window.sinks) % self.page_size
@@ -539,6 +538,7 @@ class FoldedRows:
     def _widen_tail(self, held: int, tokens: int) -> None:
         """Make room for `tokens` tokens in the tail, of which `held` are held: in new storage, as `_keep_tail` does."""
         assert self.tail is not None
+        self.step = None
         wider = self.room(*self.tail, tail_capacity(tokens))
         for new, old in zip(wider[: self.sides], self.tail, strict=False):
             new[:, :, :held] = old[:, :, :held]
@@ -560,6 +560,7 @@ class FoldedRows:
 
     def restore(self, state: "RowsState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
+        self.step = None  # before there are other pages, as it holds these
         if self.formats.folds_by_token:
             self._forget_looks(state.length)
             self._crop_tokens(max(state.length - self.window.sinks, 0))  # what was written and never held, too
@@ -723,6 +724,7 @@ class FoldedRows:
 
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows`, in that order, repeats allowed."""
+        self.step = None  # before there are other pages, as it holds these
         for store in self.stores:
             store.select(rows)
         self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))

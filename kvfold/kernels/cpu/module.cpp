@@ -293,6 +293,7 @@ bool stops(const MaskAt& mask, std::size_t batch, std::size_t heads, std::vector
       for (std::size_t head = 0; head < (by_head ? heads : 1); ++head) {
         const auto* seen = pointer<std::uint8_t>(at) + row * by_row + head * by_head + q * by_query;
         std::int64_t own = most;
+        for (std::uint64_t eight; own >= 8 && (std::memcpy(&eight, seen + own - 8, 8), !eight);) own -= 8;
         while (own && !seen[own - 1]) --own;
         all = all && (last < 0 || own == last) && !std::memchr(seen, 0, static_cast<std::size_t>(own));
         last = std::max(last, own);
@@ -652,7 +653,7 @@ NB_MODULE(_cpu, m) {
       .def(nb::init<const kvfold::Rotation&, std::uintptr_t, unsigned, int, bool, std::size_t, std::uintptr_t, std::size_t,
                     std::size_t, std::uintptr_t, std::size_t, std::size_t>());
   m.def("fold_token", &fold_token);
-  nb::class_<Step>(m, "Step")
+  nb::class_<Step, kvfold::Addresses>(m, "Step")
       .def(nb::init<const Rows&, std::int64_t, std::int64_t, std::size_t, const std::optional<GivenSpan>&, const std::optional<GivenSpan>&,
                     std::int64_t, const std::vector<Step::Fold>&, std::size_t, std::vector<nb::object>>(),
            nb::keep_alive<1, 2>())

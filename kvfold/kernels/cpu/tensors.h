@@ -81,6 +81,7 @@ inline std::optional<Numbered> numbers_of(nb::handle tensor) {
   const std::optional<Dtype> dtype = dtype_of(seen->dtype);
   if (!dtype || (seen->strides[3] != 1 && seen->shape[3] > 1)) return {};
   const nb::object negative = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), torch().is_neg.ptr()));
+  if (!negative) PyErr_Clear();
   if (negative.ptr() != Py_False) return {};  // its numbers have to change their signs yet
   Numbered numbers;
   numbers.data = seen->data, numbers.dtype = *dtype;
