@@ -41,6 +41,7 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/kernel_error.py
 	$(BIN)/python benchmarks/fold.py
+	$(BIN)/python benchmarks/steps.py
 	$(BIN)/kvfold bench
 	$(BIN)/kvfold bench --dtype bfloat16
 
@@ -53,7 +54,8 @@ sanitize: $(VENV)/ready
 	  --target $(SANITIZED)/package --config-settings=build-dir=$(SANITIZED)/objects --config-settings=install.strip=false .
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 $(BIN)/python tests/sanitized.py $(SANITIZED)/package \
-	  tests/test_attention_cpu.py tests/test_paged.py tests/test_packing.py tests/test_rotated.py tests/test_affine.py tests/test_copy.py tests/test_tokens.py
+	  tests/test_attention_cpu.py tests/test_paged.py tests/test_packing.py tests/test_rotated.py tests/test_affine.py tests/test_copy.py tests/test_tokens.py \
+	  tests/test_steps.py
 
 setup: $(VENV)/ready
 
