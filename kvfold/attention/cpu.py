@@ -75,8 +75,7 @@ def attend_rows(
     until, after = rows.reach(n, dense, causal=mask is None)
     kernel, pages, reach = _kernel(rows, instruction_set), rows.keys.count, until + after
     rest = masked, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(), torch.get_num_threads()
-    sinks = None if rows.sinks is None else (*rows.sinks, 0, 0, min(rows.length, rows.window.sinks))
-    given = None if dense is None or not dense.tokens else (*dense.storage, dense.first, dense.start, dense.tokens)
+    sinks, given = _given(rows.sink_span()), _given(dense if dense is not None and dense.tokens else None)
     out = torch.empty_like(query) if n == 1 and rows.key_dim == rows.value_dim else _room(query, rows)
     whole = kernel.attend(query, out, scaling, pages, reach, sinks, given, *rest)
     if whole is None:
@@ -124,16 +123,12 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
 
 def _step(rows: FoldedRows, kernel: module.Rows, left: int) -> module.Step | None:
     """What appends as many as `left` tokens to rows one by one, and attends with the query of each."""
-    folded_until, size = rows.window.sinks + rows.keys.count * rows.page_size, rows.page_size
-    sinks = None if rows.sinks is None else (*rows.sinks, 0, 0, min(rows.length, rows.window.sinks))
-    tail: _cpu.GivenSpan | None = None
     folds: list[tuple[int, module.TokenSide]] = []
     read: list[Tensor | module.TokenSide] = [*(rows.sinks or ())]
     if rows.tail is not None:
         dense = {x.dtype for x in (*rows.tail, *(rows.sinks or ()))}
         if len(dense) > 1 or not dense <= DTYPES.keys():
             return None
-        tail = (*rows.tail, folded_until - rows.tail_start, folded_until, rows.length - folded_until)
         read += rows.tail
     else:
         folder = rows.token_folder()
@@ -141,9 +136,13 @@ def _step(rows: FoldedRows, kernel: module.Rows, left: int) -> module.Step | Non
             return None
         folds = [(DTYPES[dtype], side) for dtype, side in zip(rows.dtypes, folder.sides, strict=True)]
         read += (*folder.tensors, *folder.sides)
-    return module.Step(
-        kernel, rows.length, rows.length + left, rows.keys.count, sinks, tail, folded_until, folds, size, read
-    )
+    sinks, tail = _given(rows.sink_span()), _given(rows.dense_span())
+    return module.Step(kernel, rows.length, rows.length + left, rows.keys.count, sinks, tail, folds, read)
+
+
+def _given(span: DenseSpan | None) -> "_cpu.GivenSpan | None":
+    """A span as the kernel takes it."""
+    return None if span is None else (*span.storage, span.first, span.start, span.tokens)
 
 
 def _room(query: Tensor, rows: FoldedRows) -> Tensor:

@@ -99,9 +99,7 @@ def attend(
         if backend is not None and (why := WHY_NOT[backend](query, group.rows, mask)) is not None:
             raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
         run = BACKENDS[chosen]
-        own_query = query
-        if skip or group.count < query.shape[0]:
-            own_query = group.own(query, new.first_column)
+        own_query = group.own(query, new.first_column)
         if new.layer.sharpen:
             counts = torch.arange(group.rows.length - own_query.shape[2], group.rows.length, device=query.device) + 1
             factor = group.rows.formats.keys.sharpness(counts)

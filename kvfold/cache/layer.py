@@ -190,7 +190,6 @@ class LayerCache:
             self.budgets.shares.clear()
         self.newest_queries: Tensor | None = None
         self._fits: tuple[object, ...] | None = None  # what `_check` had nothing to say of last
-        self._fitting_query: tuple[object, ...] | None = None  # likewise `_check_query`
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
@@ -217,11 +216,8 @@ class LayerCache:
         if self.takes_steps and not self.keeps_queries and self.groups[0].rows.append_by_step(key, value):
             self.columns += 1
             return Appended(self, self.columns - 1, 1, None)
-        given = (shape := key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
-        if given != self._fits:
-            self._check(key, value)
-            self._fits = None if self._like is None else given
-        first_column, n = self.columns, shape[2]
+        self._check(key, value)
+        first_column, n = self.columns, key.shape[2]
         dense = self._join(key, value)
         if dense is None:
             dense = self._grow(key, value, padding)
@@ -312,10 +308,7 @@ class LayerCache:
             return
         awaiting = [group for group in self.groups if group.rows.awaits_queries]
         if query is not None:
-            given = query.shape, new.columns
-            if given != self._fitting_query:
-                self._check_query(query, new)
-                self._fitting_query = given
+            self._check_query(query, new)
             if awaiting and not query.isfinite().all():
                 raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
         new.observed = True
@@ -406,6 +399,9 @@ class LayerCache:
         ]
 
     def _check(self, key: Tensor, value: Tensor) -> None:
+        given = (key.shape, key.dtype, key.device, value.shape, value.dtype, value.device)
+        if given == self._fits:
+            return
         where = f"layer {self.index}"
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
@@ -428,6 +424,7 @@ class LayerCache:
                 raise ValueError(f"{where}: {name} is on {new.device}, the cache is on {held.device}")
             if self._stored_dtype(new) != held.dtype:
                 raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
+        self._fits = given
 
     def _stored_dtype(self, x: Tensor) -> torch.dtype:
         if self.dense_dtype is not None:
@@ -508,7 +505,7 @@ class LayerCache:
         if self.newest_queries is not None:
             self.newest_queries = self.newest_queries.index_select(0, rows.to(self.newest_queries.device))
         self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
-        self._fits = self._fitting_query = None
+        self._fits = None
 
     # Going back
 
@@ -520,7 +517,7 @@ class LayerCache:
     def restore(self, state: "LayerState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
         self.columns, self._formats, self._like = state.columns, state.formats, state.like
-        self.newest_queries, self._fits, self._fitting_query = state.newest_queries, None, None
+        self.newest_queries, self._fits = state.newest_queries, None
         for group, rows in state.groups:
             group.rows.restore(rows)
         self.groups, self.takes_steps = [group for group, _ in state.groups], False

@@ -237,10 +237,7 @@ class FoldedRows:
             return n == 1 and after > 0 and after % self.page_size > 0 and self.token_folder() is not None
         if self.tail is None or self.length < self.window.sinks:
             return False
-        stop, held, window, size = self.length + n, self.keys.count, self.window, self.page_size
-        old = stop - window.sinks - window.recent
-        if old < (held + 1) * size and old - window.undo < self.tail_start - window.sinks + size:
-            return True  # no page is ripe, fitted or not, and the tail's start stays
+        stop, held, window = self.length + n, self.keys.count, self.window
         if not self.formats.awaits_fit and self.full_pages(stop, window.recent) > held:
             return False
         dropped = min(self.full_pages(stop, window.recent + window.undo), held)

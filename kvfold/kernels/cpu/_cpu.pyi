@@ -154,9 +154,7 @@ class Step(Addresses):
         pages: int,
         sinks: GivenSpan | None,
         tail: GivenSpan | None,
-        folded_until: int,
         folds: Sequence[tuple[int, TokenSide]],
-        page_size: int,
         read: Sequence[Tensor | TokenSide],
         /,
     ) -> None: ...

@@ -256,7 +256,7 @@ NB_MODULE(_cpu, m) {
   m.def("fold_token", &fold_token);
   nb::class_<Step, kvfold::Addresses>(m, "Step")
       .def(nb::init<const Rows&, std::int64_t, std::int64_t, std::size_t, const std::optional<GivenSpan>&, const std::optional<GivenSpan>&,
-                    std::int64_t, const std::vector<Step::Fold>&, std::size_t, std::vector<nb::object>>(),
+                    const std::vector<Step::Fold>&, std::vector<nb::object>>(),
            nb::keep_alive<1, 2>())
       .def("append", &Step::append)
       .def("attend", &Step::attend);

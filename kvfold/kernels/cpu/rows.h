@@ -72,6 +72,13 @@ struct Rows : kvfold::Addresses {
                              const std::vector<std::int64_t>& reach, const std::optional<GivenSpan>& sinks,
                              const std::optional<GivenSpan>& dense, const std::optional<MaskAt>& mask, float softcap,
                              std::uintptr_t sink_logits, int threads) const {
+    const auto given = as_given(sinks, dense);
+    if (!given) return {};
+    return attend(queries, outs, scaling, pages, reach, *given, mask, softcap, sink_logits, threads);
+  }
+
+  // None if kernels do not take a tensor as it lies.
+  static std::optional<std::vector<Given>> as_given(const std::optional<GivenSpan>& sinks, const std::optional<GivenSpan>& dense) {
     std::vector<Given> given;
     for (const auto* span : {&sinks, &dense}) {
       if (!*span) continue;
@@ -80,7 +87,7 @@ struct Rows : kvfold::Addresses {
       if (!key || !value) return {};
       given.push_back({*key, *value, place, first, tokens, span == &sinks});
     }
-    return attend(queries, outs, scaling, pages, reach, given, mask, softcap, sink_logits, threads);
+    return given;
   }
 
   std::optional<bool> attend(nb::handle queries, nb::handle outs, float scaling, std::size_t pages,

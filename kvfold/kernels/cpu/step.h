@@ -98,18 +98,11 @@ class Step : public kvfold::Addresses {
   using Fold = std::pair<int, const TokenSide*>;  // the dtype that tokens are rounded to, and where they fold
 
   Step(const Rows& rows, std::int64_t length, std::int64_t until, std::size_t pages, const std::optional<GivenSpan>& sinks,
-       const std::optional<GivenSpan>& tail, std::int64_t folded_until, const std::vector<Fold>& folds, std::size_t page_size,
-       std::vector<nb::object> read)
-      : Addresses(std::move(read)), rows_(rows), length_(length), until_(until), folded_until_(folded_until), pages_(pages),
-        page_size_(page_size) {
-    for (const auto* span : {&sinks, &tail}) {
-      if (!*span) continue;
-      const auto& [keys, values, place, first, tokens] = **span;
-      const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
-      require(key && value, "a step takes dense tokens in a CPU's memory, of float32, float16 or bfloat16");
-      given_.push_back({*key, *value, place, first, tokens, span == &sinks});
-    }
-    has_tail_ = tail.has_value();
+       const std::optional<GivenSpan>& tail, const std::vector<Fold>& folds, std::vector<nb::object> read)
+      : Addresses(std::move(read)), rows_(rows), length_(length), until_(until), pages_(pages), has_tail_(tail.has_value()) {
+    const auto given = Rows::as_given(sinks, tail);
+    require(given.has_value(), "a step takes dense tokens in a CPU's memory, of float32, float16 or bfloat16");
+    given_ = *given;
     if (has_tail_) dtypes_[0] = given_.back().key.dtype, dtypes_[1] = given_.back().value.dtype;
     for (std::size_t i = 0; i < folds.size(); ++i)
       folds_.push_back(folds[i].second), dtypes_[i] = static_cast<kvfold::Dtype>(folds[i].first);
@@ -137,10 +130,10 @@ class Step : public kvfold::Addresses {
       if (!finite) return false;
       ++tail.tokens;
     } else {
-      const std::size_t after = length - rows_.common.pages_first;
+      const std::size_t after = length - rows_.common.pages_first, page_size = rows_.common.keys.shape.page_size;
       if (batch != rows_.page_rows) return false;
       const std::vector<Token> tokens = {{*key, dtypes_[0], folds_[0]}, {*value, dtypes_[1], folds_[1]}};
-      if (!fold_tokens(rows_.kernels, tokens, batch, heads, after / page_size_, after % page_size_)) return false;
+      if (!fold_tokens(rows_.kernels, tokens, batch, heads, after / page_size, after % page_size)) return false;
     }
     ++length_;
     return true;
@@ -149,7 +142,7 @@ class Step : public kvfold::Addresses {
   // As `Rows::attend`, for the newest token of rows of so many; none, too, if they are not as they were.
   std::optional<bool> attend(nb::handle query, nb::handle out, std::int64_t length, float scaling, float softcap, int threads) const {
     if (length != length_ || moved() || rows_.moved()) return {};
-    return rows_.attend(query, out, scaling, pages_, {has_tail_ ? folded_until_ : length_, length_}, given_, {}, softcap, 0, threads);
+    return rows_.attend(query, out, scaling, pages_, {has_tail_ ? given_.back().first : length_, length_}, given_, {}, softcap, 0, threads);
   }
 
  private:
@@ -159,10 +152,10 @@ class Step : public kvfold::Addresses {
   }
 
   const Rows& rows_;
-  std::int64_t length_, until_, folded_until_;
-  std::size_t pages_, page_size_;
-  std::vector<Rows::Given> given_;
-  bool has_tail_ = false;
+  std::int64_t length_, until_;
+  std::size_t pages_;
+  bool has_tail_;
+  std::vector<Rows::Given> given_;  // sinks, then the tail
   std::vector<const TokenSide*> folds_;
   kvfold::Dtype dtypes_[2] = {};
 };
