@@ -12,6 +12,7 @@ from kvfold.attention import cpu, reference, triton
 from kvfold.cache.layer import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
+from kvfold.kernels.modes import in_no_mode
 
 logger = logging.getLogger("kvfold")
 
@@ -47,8 +48,8 @@ def attend(
     Parameters
     ----------
     query
-        (batch, heads, n, key_dim) for the n columns of `new`; heads a multiple of kv_heads, query
-        head h reading KV head h // (heads / kv_heads).
+        (batch, heads, n, key_dim) for the n columns of `new`, or for the newest of them; heads a multiple
+        of kv_heads, query head h reading KV head h // (heads / kv_heads).
     new
         What `LayerCache.append` returned for these tokens.
     scaling
@@ -84,8 +85,25 @@ def attend(
             answer = torch.empty_like(query)
             if rows.step.attend(query, answer, rows.length, scaling, softcap or 0.0, torch.get_num_threads()):
                 return answer
+    return _attend(query, new, scaling, mask, softcap, sink_logits, backend)
+
+
+@in_no_mode
+def _attend(
+    query: Tensor,
+    new: Appended,
+    scaling: float,
+    mask: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """`attend`, if it is no step."""
     if query.requires_grad:
         query = query.detach()
+    if query.ndim == 4 and 0 < query.shape[2] < new.columns:  # a model that asks for its last predictions alone
+        new.layer.observe(None, new)
+        new = new.newest(query.shape[2])
     new.layer.observe(query, new, scaling)
     out = None
     for group, dense in zip(new.layer.groups, new.dense, strict=True):

@@ -15,6 +15,8 @@ from kvfold.cache.saved import FLOATS, Contents
 from kvfold.cache.saved_rows import rows_from_saved, rows_to_saved
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
+from kvfold.formats.base import OutOfRange
+from kvfold.kernels.modes import in_no_mode
 from kvfold.quant.finite import finite
 
 LARGEST_SAVED = 2**20
@@ -98,6 +100,10 @@ class Appended:
     def awaits_queries(self) -> bool:
         """Whether formats wait for the queries of these tokens, which `LayerCache.observe` has not seen."""
         return not self.observed and any(group.rows.awaits_queries for group in self.layer.groups)
+
+    def newest(self, columns: int) -> "Appended":
+        """Only the last `columns` of these, for queries of which there are no more."""
+        return replace(self, first_column=self.first_column + self.columns - columns, columns=columns)
 
     @property
     def dense(self) -> list[DenseSpan | None]:
@@ -230,6 +236,7 @@ class LayerCache:
         self.columns += n
         return Appended(self, first_column, n, dense)
 
+    @in_no_mode
     def _join(self, key: Tensor, value: Tensor) -> list[DenseSpan | None] | None:
         """Append tokens that do no more than join those held, as most that are decoded; None if these do."""
         n = key.shape[2]
@@ -254,7 +261,7 @@ class LayerCache:
                     return None  # `_grow` says which number is not finite
             undone = []
         except ValueError as error:
-            raise ValueError(f"layer {self.index}: {error}") from None
+            raise self._explained(error) from None
         finally:
             for group in undone:
                 group.rows.unwrite()
@@ -263,6 +270,7 @@ class LayerCache:
             dense.append(group.rows.join(n))  # does not fail
         return dense
 
+    @in_no_mode
     def _grow(self, key: Tensor, value: Tensor, padding: Sequence[int] | None) -> list[DenseSpan | None]:
         """Append any tokens."""
         n, batch = key.shape[2], key.shape[0]
@@ -283,7 +291,7 @@ class LayerCache:
                 group.rows.prepare(group.own(key, self.columns), group.own(value, self.columns)) for group in groups
             ]
         except ValueError as error:
-            raise ValueError(f"layer {self.index}: {error}") from None
+            raise self._explained(error) from None
         # Nothing below fails.
         dense = [group.rows.commit(tokens) for group, tokens in zip(groups, pending, strict=True)]
         self.groups = groups
@@ -291,6 +299,7 @@ class LayerCache:
             self._like = tuple(x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (key, value))  # type: ignore[assignment]
         return dense
 
+    @in_no_mode
     def observe(self, query: Tensor | None, new: Appended, scaling: float | None = None) -> None:
         """Show the queries of the tokens just appended to formats that go by them; then attention may read.
 
@@ -327,7 +336,7 @@ class LayerCache:
             try:
                 group.rows.observe(own, n, partial(self._allot, group.padding, scaling))
             except ValueError as error:
-                raise ValueError(f"layer {self.index}: {error}") from None
+                raise self._explained(error) from None
 
     def _check_query(self, query: Tensor, new: Appended) -> None:
         assert self._like is not None
@@ -452,12 +461,29 @@ class LayerCache:
         remedy = (
             "the model's own computation broke before the cache"
             if not torch.tensor(bad).isfinite()
-            else f"too large for {stored.dtype}; pass dense_dtype=torch.float32"
+            else f"too large for {stored.dtype}; {self._remedy(x.shape[-1])}"
         )
         raise ValueError(
             f"layer {self.index}: {name} at position {self.columns + token} (row {row}, head {head}, "
             f"channel {channel}) is {bad}: {remedy}"
         )
+
+    def _remedy(self, dim: int) -> str:
+        """What to do about a number that is too large for the stored dtype."""
+        if self.formats_of(dim, dim).folds_by_token:  # with a scale in float16
+            return self._kept_dense
+        return f"pass dense_dtype=torch.float32, or, if it is to fold, {self._kept_dense}"
+
+    @property
+    def _kept_dense(self) -> str:
+        return f"keep this layer dense: policy=Policy({self.format!r}, exceptions=[({self.index}, 'dense')])"
+
+    def _explained(self, error: ValueError) -> ValueError:
+        """An error of rows as one of this layer."""
+        what = str(error)
+        if isinstance(error, OutOfRange):
+            what = f"{what.partition(':')[0]}; {self._kept_dense}"
+        return ValueError(f"layer {self.index}: {what}")
 
     # Shrinking and rearranging
 
@@ -472,6 +498,7 @@ class LayerCache:
                 "would have stayed then is not known: crop to more, or reset the cache"
             )
 
+    @in_no_mode
     def crop(self, columns: int) -> int:
         """Keep the first `columns` columns; return `FoldedRows.crop`'s count for the row that lost most.
 
@@ -493,6 +520,7 @@ class LayerCache:
             self.clear()
         return lost
 
+    @in_no_mode
     def select(self, rows: Tensor) -> None:
         """Let new row i be what row `rows[i]` was; repeats and omissions allowed."""
         if self._like is None:
@@ -519,6 +547,7 @@ class LayerCache:
         rows = [(group, group.rows.state()) for group in self.groups]
         return LayerState(self.columns, rows, self._formats, self._like, self.newest_queries)
 
+    @in_no_mode
     def restore(self, state: "LayerState") -> None:
         """Be as when `state` was taken; only appends may have happened since."""
         self.columns, self._formats, self._like = state.columns, state.formats, state.like
@@ -699,6 +728,7 @@ class LayerCache:
         """What holds tables, most of which other layers share."""
         return [self.statistics, *((group.rows.formats, group.rows.unfitted) for group in self.groups)]
 
+    @in_no_mode
     def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
         assert self._like is not None

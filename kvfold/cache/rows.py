@@ -30,6 +30,7 @@ from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
 from kvfold.kernels.copy import copy_finite
 from kvfold.kernels.cpu import module as cpu
+from kvfold.kernels.modes import in_no_mode
 from kvfold.kernels.tokens import TokenFolder, TokenPages
 from kvfold.quant.finite import finite
 
@@ -606,6 +607,7 @@ class FoldedRows:
         """Position from which on every token is held."""
         return 0 if self.positions is None else self.window.sinks + self.positions.shape[-1] + self.evicted
 
+    @in_no_mode
     def evict(self, keep: Tensor, by_page: bool) -> None:
         """Forget folded tokens for good.
 

@@ -18,6 +18,8 @@ from kvfold.quant.packing import TILE, Lanes
 from kvfold.quant.rotated import RotatedCode
 
 MAX_HEAD_DIM = 1024
+UNDO = 24
+"""`Window.undo` of formats that fold by page: more than models draft at a time."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Format(ABC):
     @property
     def window(self) -> Window:
         """What stays dense."""
-        return Window()
+        return Window() if self.folds_by_token else Window(undo=UNDO)
 
     @property
     def folds_by_token(self) -> bool:
@@ -251,6 +253,10 @@ def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
     return tokens.map_tokens(lambda t: pad(t, (0, 0, before, after)))
 
 
+class OutOfRange(ValueError):
+    """Vectors are too large for what describes a page of them."""
+
+
 def require_finite(pages: Pages) -> None:
     """Raise if a scale or centre left the range of its dtype."""
     for name, tensor in pages.tensors():
@@ -259,7 +265,7 @@ def require_finite(pages: Pages) -> None:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if tensor.isnan().any():
                 raise ValueError(f"the {name} of a page is NaN: the model's own computation broke before the cache")
-            raise ValueError(f"the {name} of a page is beyond {dtype}'s {limit}: scale the vectors down before folding")
+            raise OutOfRange(f"the {name} of a page is beyond {dtype}'s {limit}: scale the vectors down before folding")
 
 
 def _joined(parts: list[Pages]) -> Pages:

@@ -96,11 +96,10 @@ def detach(model: PreTrainedModel) -> None:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """The part of a model that attends to the text; None if it does not tell one that runs alone."""
-    try:
-        decoder = model.get_decoder()
-    except (AttributeError, NotImplementedError):
-        return None
-    return decoder if isinstance(decoder, PreTrainedModel) else None
+    for part in (model.get_decoder(), model.base_model):  # some tell their last layer as the first
+        if isinstance(part, PreTrainedModel):
+            return part
+    return None
 
 
 @dataclass(eq=False)
@@ -184,6 +183,10 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
         if cache.forward_pass.reads_folded:  # a model has called its decoder
             cache.take_padding(mask)
             return run(*args, **kwargs)
+        if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
+            raise ValueError(
+                "output_attentions = True, but folded attention gives no weights: leave it out, or kvfold.detach(model)"
+            )
         try:
             cache.begin_pass(self, attachment.decoder, attachment.backend, mask)
             with attachment.in_use():

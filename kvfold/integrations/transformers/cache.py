@@ -413,6 +413,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self._before, self._updated = None, set()
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether layers hold tokens."""
+        folded = self._folded()
+        return all(layer.columns > 0 for layer in folded) if folded else bool(super().is_initialized)
+
+    @property
     def awaits_rows(self) -> bool:
         """Whether some row of the batch has not had its first token yet, so that padding matters."""
         return any(layer.folded.awaits_rows for layer in self.layers if isinstance(layer, FoldedLayer))
