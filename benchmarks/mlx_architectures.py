@@ -314,9 +314,9 @@ def tried(name: str) -> Row | None:
         return Row(name, "not tried", "its dense logits are not finite, or not the same twice")
     row = Row(name, "folded", "")
     for format, most in FORMATS.items():
-        said = Said()
         try:
-            cache = ours.make_prompt_cache(model, format)
+            with Said() as said:
+                cache = ours.make_prompt_cache(model, format)
         except ValueError as error:
             named, _, why = str(error).splitlines()[0].partition("mlx-lm's own (")
             return Row(name, "refused", why.removesuffix(")"), wrong=not named.startswith(f"{name} computes with"))
@@ -342,14 +342,18 @@ def tried(name: str) -> Row | None:
 
 
 class Said(logging.Handler):
-    """What the log says from now on."""
+    """What the log says meanwhile."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
-        logger = logging.getLogger("kvfold")
-        logger.handlers[:] = [self]
-        logger.propagate = False
+
+    def __enter__(self) -> "Said":
+        logging.getLogger("kvfold").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("kvfold").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
