@@ -89,10 +89,10 @@ class ArrayRows(FoldedRows):
     Attributes
     ----------
     dtype
-        Of what stays dense.
+        Of what stays dense: torch's, as MLX's cannot be copied.
     """
 
-    def __init__(self, formats: FormatPair, kv_heads: int, dtype: Any = mx.float16) -> None:
+    def __init__(self, formats: FormatPair, kv_heads: int, dtype: torch.dtype = torch.float16) -> None:
         super().__init__(formats, kv_heads)
         self.dtype = dtype
         if formats.shares_pages:
@@ -101,7 +101,7 @@ class ArrayRows(FoldedRows):
         self.values: ArrayStore = ArrayStore(formats.values.form, self.window.sinks)
 
     @classmethod
-    def of(cls, rows: FoldedRows, dtype: Any) -> "ArrayRows":
+    def of(cls, rows: FoldedRows, dtype: torch.dtype) -> "ArrayRows":
         """A copy of rows of tensors."""
         own = cls(rows.unfitted, rows.kv_heads, dtype)
         own.set_formats(rows.formats)
@@ -232,7 +232,7 @@ class ArrayRows(FoldedRows):
         sides = []
         for store in (self.keys, self.values):
             dense = store.form.unfold(as_tensors(store.pages(page, page + 1)))[:, :, :tokens]
-            sides.append(to_mlx(dense).astype(self.dtype))
+            sides.append(to_mlx(dense).astype(ARRAY_DTYPES[self.dtype]))
         self.tail = (sides[0], sides[1])
 
 
@@ -264,7 +264,7 @@ class ArrayLayer(LayerCache):
         own.columns, own._formats, own._like = layer.columns, layer._formats, layer._like
         if layer.groups:
             assert layer._like is not None
-            dtype = ARRAY_DTYPES[layer._like[0].dtype]
+            dtype = layer._like[0].dtype
             own.groups = [RowGroup(g.batch_rows, 0, ArrayRows.of(g.rows, dtype)) for g in layer.groups]
         return own
 
@@ -294,11 +294,11 @@ class ArrayLayer(LayerCache):
         if padding is not None:
             raise ValueError(f"padding = {padding}: MLX caches hold rows of one length, without padding")
         self._check_arrays(key, value)
-        dtype = ARRAY_DTYPES[self._stored(key)]
-        key, value = key.astype(dtype), value.astype(dtype)
+        dtype = self._stored(key)
+        key, value = (x.astype(ARRAY_DTYPES[dtype]) for x in (key, value))
         batch, kv_heads, n, key_dim = key.shape
         if self._like is None:
-            like = torch.empty(batch, kv_heads, 0, key_dim, dtype=DTYPES[dtype])
+            like = torch.empty(batch, kv_heads, 0, key_dim, dtype=dtype)
             self._like = (like, like.new_empty(batch, kv_heads, 0, value.shape[-1]))
         if self._formats is None:
             self._formats = self._fitted(self.formats_of(key_dim, value.shape[-1]), self._like[0])

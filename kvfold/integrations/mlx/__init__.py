@@ -8,7 +8,8 @@ except ImportError as error:
     raise ImportError(f"mlx-lm is not installed ({error}): pip install 'kvfold[mlx]'") from None
 
 from kvfold.integrations.mlx.attach import attach, detach
-from kvfold.integrations.mlx.cache import FoldedKVCache, cache_report, make_prompt_cache
+from kvfold.integrations.mlx.cache import cache_report, make_prompt_cache
+from kvfold.integrations.mlx.layer import FoldedKVCache
 from kvfold.integrations.mlx.models import load_mlx_model
 
 __all__ = ["FoldedKVCache", "attach", "cache_report", "detach", "load_mlx_model", "make_prompt_cache"]

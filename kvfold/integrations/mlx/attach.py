@@ -4,10 +4,10 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models import base
 
 from kvfold.attention.mlx import attend
@@ -30,6 +30,10 @@ class FoldedHandle:
         self.appended, self.part, self.dtype, self.reading = appended, part, like.dtype, reading
         self.shape = (*like.shape[:2], appended.layer.columns, like.shape[3])
         self.ndim = 4
+
+    def astype(self, dtype: mx.Dtype) -> "FoldedHandle":
+        """Itself: folded keys and values are read in float32, whatever they came as."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(
@@ -69,26 +73,37 @@ def _attention(
         return attend(queries, keys.appended, scaling=scale, mask=mask, sink_logits=sinks)
 
 
-def attach() -> None:
+def attach(model: nn.Module | None = None) -> None:
     """Let all models of mlx-lm read folded caches folded; other caches are read as before.
 
     Their attention function is a name in each model's module, so it is replaced there and where modules that are
     imported later take it from. Calling it again takes in modules that came since; `detach` undoes it.
+
+    Parameters
+    ----------
+    model
+        One whose code may be in no module that Python knows, as mlx-lm runs a checkpoint's own `model_file`.
     """
-    setattr(base, FUNCTION, _attention)
-    for module in _modules():
-        if getattr(module, FUNCTION) is _THEIRS:
-            setattr(module, FUNCTION, _attention)
+    _replace(_THEIRS, _attention, model)
 
 
-def detach() -> None:
+def detach(model: nn.Module | None = None) -> None:
     """Undo `attach`."""
-    setattr(base, FUNCTION, _THEIRS)
-    for module in _modules():
-        if getattr(module, FUNCTION) is _attention:
-            setattr(module, FUNCTION, _THEIRS)
+    _replace(_attention, _THEIRS, model)
 
 
-def _modules() -> list[ModuleType]:
-    """Modules that have the function under its name: a model may also come from a file of its own."""
-    return [module for module in list(sys.modules.values()) if FUNCTION in getattr(module, "__dict__", {})]
+def require_attached() -> None:
+    """Raise RuntimeError after `detach`."""
+    if getattr(base, FUNCTION) is not _attention:
+        raise RuntimeError(
+            "mlx-lm's models were detached and read no folded cache: call kvfold.integrations.mlx.attach() first"
+        )
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any], model: nn.Module | None) -> None:
+    names = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    if model is not None:
+        names += [getattr(type(module).__call__, "__globals__", {}) for module in model.modules()]
+    for own in names:
+        if own.get(FUNCTION) is old:
+            own[FUNCTION] = new

@@ -17,7 +17,8 @@ from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport
 from kvfold.formats import FormatPair
 from kvfold.integrations.mlx.attach import attach, detach
-from kvfold.integrations.mlx.cache import FoldedKVCache, cache_report, make_prompt_cache
+from kvfold.integrations.mlx.cache import cache_report, make_prompt_cache
+from kvfold.integrations.mlx.layer import FoldedKVCache
 from kvfold.integrations.mlx.models import load_mlx_model, model_folder
 from kvfold.kernels.mlx.arrays import to_torch
 

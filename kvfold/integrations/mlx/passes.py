@@ -1,0 +1,112 @@
+"""What the layers of one prompt cache must know of each other: mlx-lm hands them on as a plain list."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+from weakref import WeakValueDictionary
+
+from kvfold.cache.budgets import PromptBudgets
+from kvfold.cache.mlx import ArrayLayer
+
+
+class Passes:
+    """Whether each pass of a model, and each trim, came to all layers of a prompt cache.
+
+    An interrupt may end a pass in a model's own code, between two layers. So it is looked for where the next begins.
+
+    Parameters
+    ----------
+    name
+        What layers of the same prompt cache find each other by once they are loaded, one by one.
+
+    Attributes
+    ----------
+    broken
+        Why one of the layers did not take the tokens that others took; None if all is well.
+    trace
+        Whether the log has said that a trim left one.
+    budgets
+        What gives bits to layers that were loaded.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or secrets.token_hex(8)
+        self.broken: str | None = None
+        self.trace = False
+        self.budgets: PromptBudgets | None = None
+        self._layers: WeakValueDictionary[int, ArrayLayer] = WeakValueDictionary()
+        self._last: tuple[float, int, int] = inf, 0, 0  # the layer that changed last, and its tokens before and after
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in ("_layers", "_last")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    @classmethod
+    def loaded(cls, name: str, layer: ArrayLayer) -> "Passes":
+        """Those of the prompt cache that `layer` is loaded with: of the same name, and without such a layer yet."""
+        passes = _LOADED.get(name)
+        if passes is None or layer.index in passes._layers:
+            passes = _LOADED[name] = cls(name)
+        passes.join(layer)
+        if layer.budgets is not None:
+            own, passes.budgets = layer.budgets, passes.budgets or layer.budgets
+            passes.budgets.join(own.formats)
+            layer.budgets = passes.budgets
+        return passes
+
+    def join(self, layer: ArrayLayer) -> None:
+        """Let this layer take part."""
+        self._layers[layer.index] = layer
+
+    def check(self) -> None:
+        """Raise ValueError if a pass failed, in a part that is known."""
+        if self.broken is not None:
+            raise ValueError(f"this prompt cache lost tokens in an earlier pass, make a new one: {self.broken}")
+
+    def check_whole(self) -> None:
+        """Raise ValueError if a pass failed or did not come to all layers."""
+        self.check()
+        held = {index: layer.columns for index, layer in self._layers.items()}
+        if len({*held.values()}) > 1:
+            most, least = (how(held, key=held.__getitem__) for how in (max, min))
+            self.broken = f"layer {most} holds {held[most]} tokens, layer {least} holds {held[least]}"
+            self.check()
+
+    @contextmanager
+    def one(self, layer: ArrayLayer) -> Iterator[None]:
+        """The part of a pass, or of a trim, that changes `layer`; if it fails, so has the whole."""
+        self.check()
+        index, *last = self._last
+        if layer.index <= index:  # another pass
+            self.check_whole()
+        before = layer.columns
+        with self.reading():
+            yield
+            changed = [before, layer.columns]
+            if layer.index > index and changed != last:
+                raise ValueError(
+                    f"layer {layer.index} went from {before} to {layer.columns} tokens, layer {index} from "
+                    f"{last[0]} to {last[1]}"
+                )
+        self._last = layer.index, before, layer.columns
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Any part of a pass; if it fails, so has the whole."""
+        self.check()
+        self.broken = "it was interrupted"  # until it has ended
+        try:
+            yield
+        except Exception as error:
+            self.broken = str(error)
+            raise
+        self.broken = None
+
+
+_LOADED: WeakValueDictionary[str, Passes] = WeakValueDictionary()
+"""By name: mlx-lm loads layers one by one."""
