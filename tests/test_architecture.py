@@ -18,7 +18,7 @@ ALLOWED = {
     "attention": {"quant", "kernels", "formats", "cache"},
     "eviction": {"quant", "kernels", "formats", "cache", "attention"},
     "integrations": {"kernels", "formats", "cache", "attention", "eviction"},
-    "evaluate": {"quant", "kernels", "formats", "cache", "attention", "eviction", "integrations", "planning"},
+    "evaluate": {"quant", "kernels", "formats", "cache", "attention", "eviction", "integrations"},
     "planning": {"quant", "formats", "cache"},
     "cli": {"formats", "cache", "attention", "eviction", "integrations", "evaluate", "planning"},
 }

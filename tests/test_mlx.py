@@ -516,9 +516,9 @@ def test_held_bytes_at_4096_tokens(smollm2: tuple[Any, Any]) -> None:
 def test_evaluation_agrees_with_torch(
     demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], smollm2: tuple[Any, Any], text_ids: Tensor
 ) -> None:
-    from kvfold.integrations.models import demo_folder, read_config
+    from kvfold.integrations.models import demo_folder, load_config
 
-    runtime = MlxRuntime(smollm2[0], read_config(demo_folder()))
+    runtime = MlxRuntime(smollm2[0], load_config(demo_folder()))
     runtime.attach()
     passages = [text_ids[:, 20_000:20_640]]
     (ours,) = evaluate_formats(demo[0], passages, ["kvfold-3"])
@@ -532,9 +532,9 @@ def test_evaluation_agrees_with_torch(
 
 
 def test_ablation_passes_through_mlx(smollm2: tuple[Any, Any], text_ids: Tensor, tmp_path: Path) -> None:
-    from kvfold.integrations.models import demo_folder, read_config
+    from kvfold.integrations.models import demo_folder, load_config
 
-    runtime = MlxRuntime(smollm2[0], read_config(demo_folder()))
+    runtime = MlxRuntime(smollm2[0], load_config(demo_folder()))
     job = Sweep(runtime, [text_ids[:, 2000:2400]], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
     rows = job.ablate()
     assert [row["stage"].split("/")[1] for row in rows] == [

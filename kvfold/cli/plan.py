@@ -4,16 +4,20 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.cache.shape import KINDS, LayerShape
+from kvfold.cli.options import parse_dtype
 from kvfold.evaluate import plots
 from kvfold.formats import check_names
-from kvfold.integrations.models import read_config
-from kvfold.planning import DENSE_DTYPES, held_bytes, model_layers, plan, resolve_head_dim
+from kvfold.integrations.models import load_config
+from kvfold.integrations.transformers.shapes import layer_configs, layer_shapes, resolve_head_dim
+from kvfold.planning import DENSE_DTYPES, held_bytes, plan
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -26,6 +30,7 @@ def plan_command(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Coordinates of a key or value of one head.")] = None,
     memory: Annotated[str, typer.Option(help="What the cache may take: 24GB, 512MiB, …")] = "8GB",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of each user's sequence.")] = 32_768,
     formats: Annotated[str, typer.Option(help="Formats, keys:values, or dense dtypes, separated by commas.")] = (
         "bfloat16,float8,kvfold-4,turboquant-4,turboquant-3"
@@ -35,8 +40,10 @@ def plan_command(
 ) -> None:
     """Project a cache: bytes a token, longest context, users at a given context.
 
-    Held bytes count pages, scales, page metadata, dense windows and tables, as `FoldedCache.held_bytes` would.
-    Sliding-window layers hold their window, dense in 16 bits; latent attention holds its latents, folded once.
+    Held bytes count pages, scales, page metadata, dense windows and tables, as `FoldedCache.held_bytes` would, but for
+    states of linear attention, whose size is fixed. Which layers fold is asked of the cache itself. Sliding-window
+    layers, and others that do not fold, are dense in the dtype that the model runs in; latent attention holds its
+    latents, folded once.
 
     kvfold plan --model ./my-model --memory 24GB --context 32768
 
@@ -47,18 +54,20 @@ def plan_command(
     for name in names:
         if name not in DENSE_DTYPES:
             check_names(name)
-    config = _config(model, layers, kv_heads, head_dim)
-    shapes = model_layers(config)
-    rows = plan(shapes, names, _bytes(memory), context)
+    shapes, evidence, own = _layers(model, layers, kv_heads, head_dim)
+    runs_in = parse_dtype(dtype) or own or torch.bfloat16
+    rows = plan(shapes, names, _bytes(memory), context, runs_in.itemsize)
     if plot is not None:
         contexts = [2**n for n in range(10, 18)]
-        held = {name: [held_bytes(shapes, name, tokens) for tokens in contexts] for name in names}
+        held = {name: [held_bytes(shapes, name, n, runs_in.itemsize) for n in contexts] for name in names}
         plots.save(plots.memory_by_context(contexts, held, _bytes(memory)), plot)
-    kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in ("full", "sliding", "latent", "none")}
-    latent = kinds["latent"] > 0
-    evidence = () if latent else resolve_head_dim(config).evidence
+    kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in KINDS}
+    runs_as = str(runs_in).removeprefix("torch.")
     if as_json:
-        about = {"model": model, "memory": _bytes(memory), "context": context, "layers": kinds, "head_dim": evidence}
+        about = {
+            "model": model, "memory": _bytes(memory), "context": context, "dtype": runs_as, "layers": kinds,
+            "head_dim": evidence,
+        }  # fmt: skip
         print(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False))
         return
     console = Console()
@@ -66,7 +75,9 @@ def plan_command(
     console.print(f"layers: {counted}", highlight=False)
     if evidence:
         console.print(f"head_dim: {'; '.join(evidence)}", highlight=False)
-    if kinds["full"] == 0:
+    if kinds["sliding"] or kinds["dense"]:
+        console.print(f"layers that do not fold: {runs_as}", highlight=False)
+    if not any(shape.folds for shape in shapes):
         console.print("no layer of this model folds: all formats hold the same", highlight=False)
     table = Table(title=f"{memory} of cache, {context:,} tokens each")
     for column in ("format", "bytes/token", "one sequence", "longest context", "users"):
@@ -79,12 +90,20 @@ def plan_command(
     console.print(table)
 
 
-def _config(model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None) -> dict[str, Any]:
+def _layers(
+    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None
+) -> tuple[tuple[LayerShape, ...], tuple[str, ...], torch.dtype | None]:
+    """Shapes of all layers, why head dimensions are believed, and the dtype that the model loads in."""
     numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     if model is not None:
         if any(number is not None for number in numbers.values()):
             raise ValueError("give --model, or --layers, --kv-heads and --head-dim, not both")
-        return read_config(model)
+        config = load_config(model)
+        text, shapes = config.get_text_config(decoder=True), layer_shapes(config)
+        own = zip(layer_configs(text, len(shapes)), shapes, strict=True)
+        asked = [each for each, shape in own if shape.is_told and shape.kind != "latent"]
+        evidence = dict.fromkeys(line for each in asked for line in resolve_head_dim(each).evidence)
+        return shapes, tuple(evidence), config.dtype or text.dtype
     for name, number in numbers.items():
         if number is None:
             raise ValueError(
@@ -92,10 +111,10 @@ def _config(model: str | None, layers: int | None, kv_heads: int | None, head_di
             )
         if number < 1:
             raise ValueError(f"{name} = {number}: give a number above 0")
-    return {
-        "num_hidden_layers": layers, "num_attention_heads": kv_heads, "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }  # fmt: skip
+    assert layers is not None
+    assert kv_heads is not None
+    assert head_dim is not None
+    return (LayerShape("full", kv_heads, head_dim, head_dim, heads=kv_heads),) * layers, (), None
 
 
 def _bytes(amount: str) -> int:

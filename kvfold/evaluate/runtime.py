@@ -1,10 +1,10 @@
 """What the evaluation asks of an engine that runs a model with caches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
@@ -24,14 +24,14 @@ class Runtime(Protocol):
     Attributes
     ----------
     config
-        The model's config.json.
+        The model's config, as transformers has it.
     dtype
         Name of the weights' dtype.
     packages
         Whose versions its figures depend on.
     """
 
-    config: Mapping[str, Any]
+    config: PreTrainedConfig
     dtype: str
     packages: tuple[str, ...]
 

@@ -24,7 +24,7 @@ from kvfold.evaluate.quality import QualityRow, evaluate_formats, versions
 from kvfold.evaluate.records import Row, append_row, open_rows
 from kvfold.evaluate.runtime import Runtime, runtime_of
 from kvfold.formats import FAMILIES, NO_RESIDUAL, Window, get_format, get_formats
-from kvfold.planning import model_layers
+from kvfold.integrations.transformers.shapes import layer_shapes
 from kvfold.quant.packing import TILE
 from kvfold.quant.residuals import RESIDUALS
 
@@ -255,7 +255,7 @@ class Sweep:
                 f"residuals = {','.join(self.residuals)!r}: keys of {family!r} take none; leave them out, or choose "
                 "another family"
             )
-        self.layers = model_layers(self.model.config)
+        self.layers = layer_shapes(self.model.config)
         self._check_passages()
         self.n_tokens = sum(ids.shape[1] - 1 for ids in passages)
         self.known = open_rows(path)

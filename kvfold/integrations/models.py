@@ -5,12 +5,22 @@ import logging
 import os
 import shutil
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 logger = logging.getLogger("kvfold")
 
@@ -50,62 +60,60 @@ def load_model(
     return model.eval(), AutoTokenizer.from_pretrained(source, **gguf)
 
 
-def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
-    """A model's config as a plain dict, without loading the model.
+def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
+    """A model's config without the model, with what its file leaves out.
 
     Parameters
     ----------
     name
-        "smollm2", or a folder with a config.json or one GGUF file, whose metadata are given the names that
-        config.json would use.
+        "smollm2", or a folder with a config.json or one GGUF file.
 
     Raises
     ------
     FileNotFoundError
         If there is no such folder, or neither file in it.
     ValueError
-        If config.json is no JSON object.
+        If transformers makes no config of the file.
     """
     folder = _demo_file().parent if name == DEMO_NAME else Path(name)
     if not folder.is_dir():
         raise FileNotFoundError(f"model = {str(name)!r}: there is no such folder")
-    path = folder / "config.json"
-    if not path.is_file():
-        return _gguf_config(_only_gguf(folder))
+    if (folder / "config.json").is_file():
+        plain = read_config(folder)
+        kind = plain.get("model_type")
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"{folder / 'config.json'} has model_type = {kind!r}: transformers {transformers.__version__} knows no "
+                "such model"
+            )
+        path, make = folder / "config.json", partial(CONFIG_MAPPING[kind].from_dict, plain)
+    else:
+        path = _only_gguf(folder)
+        make = partial(AutoConfig.from_pretrained, folder, gguf_file=path.name)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        config: PreTrainedConfig = make()
+    except Exception as error:  # transformers and gguf check files in many ways
+        raise ValueError(f"transformers makes no config of {path}: {error}") from None
+    if config.dtype is None and path.suffix == ".gguf":
+        config.dtype = torch.float32  # into which its weights are unpacked
     return config
 
 
-def _gguf_config(path: Path) -> dict[str, Any]:
-    """GGUF metadata under the names of config.json."""
-    from gguf import GGUFReader
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json.
 
-    fields = GGUFReader(path).fields
-    architecture = fields["general.architecture"].contents()
-    names = {
-        "block_count": "num_hidden_layers",
-        "embedding_length": "hidden_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "attention.key_length": "head_dim",
-        "attention.key_length_swa": "swa_head_dim",
-        "attention.value_length": "v_head_dim",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.sliding_window": "sliding_window",
-        "rope.dimension_count": "qk_rope_head_dim",
-    }
-    config = {"model_type": architecture}
-    for key, name in names.items():
-        field = fields.get(f"{architecture}.{key}")
-        if field is not None:
-            config[name] = field.contents()
-    if "kv_lora_rank" not in config:  # a rotary width tells of a latent's rotary part only
-        config.pop("qk_rope_head_dim", None)
+    Raises
+    ------
+    ValueError
+        If it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object")
     return config
 
 

@@ -1,7 +1,7 @@
 """A model of mlx-lm, for the evaluation."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
@@ -38,7 +38,7 @@ class MlxRuntime:
 
     packages: tuple[str, ...] = ("mlx", "mlx-lm")
 
-    def __init__(self, model: Any, config: Mapping[str, Any], tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, config: PreTrainedConfig, tokenizer: Any = None) -> None:
         self.model, self.config, self.tokenizer = model, config, tokenizer
         kinds = [x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
         self.dtype = str(max(kinds, key=kinds.count)).removeprefix("mlx.core.")
@@ -50,8 +50,7 @@ class MlxRuntime:
         """The model that `load_mlx_model` gives, and transformers' tokenizer."""
         folder = model_folder(name)
         model, tokenizer = load_mlx_model(folder, dtype)
-        config = AutoConfig.from_pretrained(folder).to_dict()  # with what config.json leaves out
-        return cls(model, config, tokenizer), AutoTokenizer.from_pretrained(folder)
+        return cls(model, AutoConfig.from_pretrained(folder), tokenizer), AutoTokenizer.from_pretrained(folder)
 
     def __call__(self, ids: Tensor, *, past_key_values: Any, use_cache: bool = True) -> Any:
         logits = self.model(mx.array(ids.numpy()), cache=past_key_values)

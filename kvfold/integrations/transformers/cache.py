@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvfold.attention import attend
@@ -39,6 +39,7 @@ from kvfold.integrations.transformers.saving import (
     layer_from_saved,
     layer_to_saved,
 )
+from kvfold.integrations.transformers.shapes import cache_layers, layer_shapes
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
@@ -102,28 +103,25 @@ class FoldedCache(Cache):  # type: ignore[misc]
     ) -> None:
         if format is not None and policy is not None:
             raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError("config is of an encoder-decoder model: FoldedCache folds decoder-only models")
         if dense_dtype is not None and not dense_dtype.is_floating_point:
             raise ValueError(f"dense_dtype = {dense_dtype}: give a floating-point dtype, or None")
         policy = policy or Policy(format or DEFAULT)
         if calibration is not None and not isinstance(calibration, Calibration):
             calibration = Calibration.load(calibration)
         self.text_config = config.get_text_config(decoder=True)
-        self._shapes: dict[int, tuple[int, int] | None] = {}  # by the config, whose attributes are slow to ask for
         if calibration is not None:
             self._check_calibration(calibration)
         self.forward_pass = ForwardPass()
         self.origin = Origin()
         self.ids: Tensor | None = None
-        layers = DynamicCache(config=config).layers
+        layers = cache_layers(config)
+        self._shapes = layer_shapes(config, layers)
         policy = budgeted(policy, calibration, len(layers))
-        folding = [i for i, layer in enumerate(layers) if self._folds(layer, i)]
-        latent = self._latent()
-        budgets = None if latent else prompt_budgets(policy, calibration, len(layers), folding)
-        for i in folding:
+        full = [i for i, shape in enumerate(self._shapes) if shape.kind == "full"]
+        budgets = prompt_budgets(policy, calibration, len(layers), full)
+        for i, shape in enumerate(self._shapes):
             fmt = policy.format_of(i, len(layers))
-            if fmt is not None:
+            if fmt is not None and shape.folds:
                 folded = LayerCache(fmt, i, dense_dtype, policy.window, sharpen=sharpen)
                 if budgets is not None and i in budgets.formats:
                     folded.budgets = budgets
@@ -131,8 +129,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 self._check_formats(folded, calibration)
                 layers[i] = (
                     FoldedLayer(folded, self.forward_pass)
-                    if latent is None
-                    else LatentLayer(folded, self.forward_pass, rank=latent[0], rope=latent[1])
+                    if shape.kind == "full"
+                    else LatentLayer(folded, self.forward_pass, rank=shape.key_dim, rope=shape.value_dim)
                 )
         wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
         if wanted and not any(isinstance(layer, FoldedLayer) for layer in layers):
@@ -154,24 +152,22 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def _check_formats(self, folded: LayerCache, calibration: Calibration | None) -> None:
         """Raise now, and not at the first token, if a layer's formats do not fit the model; tell them its RoPE."""
-        latent, shape = self._latent(), self._expected_shape(folded.index)
-        if latent is not None:
-            folded.values_of_keys = True
-            formats = folded.formats_of(sum(latent), latent[0])
-        elif shape is not None:
-            formats = folded.formats_of(shape[1], shape[1])
-        else:
+        shape = self._shapes[folded.index]
+        dims = shape.key_dim, shape.value_dim
+        if not shape.is_told:
             return
+        if shape.kind == "latent":
+            folded.values_of_keys, dims = True, (sum(dims), dims[0])
+        formats = folded.formats_of(*dims)
         if formats.keys.turns_back:
-            assert shape is not None
-            rope = rope_of(self.text_config, shape[1])
+            rope = rope_of(self.text_config, shape.key_dim) if shape.kind == "full" else None
             folded.frequencies = None if rope is None else rope.frequencies
             if folded.frequencies is None:
                 raise ValueError(
                     f"format = {folded.format!r} turns RoPE back, but by which frequencies this "
                     f"{self.text_config.model_type} turns keys is not told simply: take tbq3"
                 )
-            formats = folded.formats_of(shape[1], shape[1])
+            formats = folded.formats_of(*dims)
         if calibration is not None and formats.keys.awaits_fit:
             if folded.statistics is None:
                 raise ValueError(f"the calibration has no layer {folded.index}: calibrate this model")
@@ -190,16 +186,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 f"the calibration is of a {measured} with at least {last + 1} layers, the config of a {own} with "
                 f"{layers}: calibrate this model"
             )
-
-    def _folds(self, layer: object, index: int) -> bool:
-        """Whether a layer holds keys and values, or latents, that grow with every token."""
-        cross = getattr(self.text_config, "cross_attention_layers", None) or ()
-        return type(layer) is DynamicLayer and index not in cross
-
-    def _latent(self) -> tuple[int, int] | None:
-        """Channels of the latent and of the rotary part in multi-head latent attention; None in any other."""
-        rank, rope = (getattr(self.text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-        return (rank, rope) if isinstance(rank, int) and isinstance(rope, int) else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -437,32 +423,14 @@ class FoldedCache(Cache):  # type: ignore[misc]
         first = torch.where(present.any(-1), present.int().argmax(-1), present.shape[-1])
         self.forward_pass.padding = first.tolist() if bool(first.any()) else None
 
-    def _expected_shape(self, layer_idx: int) -> tuple[int, int] | None:
-        """(kv_heads, head_dim) of a layer's keys by the config, or None if it is not told simply."""
-        if layer_idx not in self._shapes:
-            self._shapes[layer_idx] = self._configured_shape(layer_idx)
-        return self._shapes[layer_idx]
-
-    def _configured_shape(self, layer_idx: int) -> tuple[int, int] | None:
-        config = self.text_config
-        if self._latent() is not None:
-            return None
-        per_layer = getattr(config, "per_layer_config", None)
-        config = per_layer[layer_idx] if per_layer is not None else config
-        heads = getattr(config, "num_attention_heads", None)
-        kv_heads = getattr(config, "num_key_value_heads", None)
-        hidden = getattr(config, "hidden_size", None)
-        head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
-        if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
-            return None
-        return kv_heads, head_dim
-
     def _check_shape(self, key: Tensor, layer_idx: int) -> None:
-        expected = self._expected_shape(layer_idx)
-        if expected is not None and key.ndim == 4 and (key.shape[1], key.shape[3]) != expected:
+        shape = self._shapes[layer_idx]
+        if shape.kind != "full" or not shape.is_told or key.ndim != 4:
+            return
+        if (key.shape[1], key.shape[3]) != (shape.kv_heads, shape.key_dim):
             raise ValueError(
                 f"layer {layer_idx}: keys have {key.shape[1]} heads of {key.shape[3]}, but this cache was made for a "
-                f"{self.text_config.model_type} config with {expected[0]} heads of {expected[1]}: "
+                f"{self.text_config.model_type} config with {shape.kv_heads} heads of {shape.key_dim}: "
                 "make one with FoldedCache(model.config)"
             )
 
@@ -590,7 +558,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             if isinstance(layer, FoldedLayer) and layer.folded.shape is not None:
                 batch, kv_heads, key_dim, _ = layer.folded.shape
                 cache._check_shape(torch.empty(batch, kv_heads, 0, key_dim), i)
-            elif cache._folds(layer, i) and layer.is_initialized:
+            elif cache._shapes[i].folds and layer.is_initialized:
                 cache._check_shape(layer.keys, i)
         cache._share_budgets()
         held = batch_and_tokens(cache.layers, cache.text_config)

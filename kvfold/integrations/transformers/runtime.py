@@ -1,11 +1,11 @@
 """A model of transformers, for the evaluation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
@@ -24,7 +24,7 @@ class TransformersRuntime:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config: Mapping[str, Any] = model.config.to_dict()
+        self.config: PreTrainedConfig = model.config
         self.dtype = str(model.dtype).removeprefix("torch.")
 
     def __call__(self, ids: Tensor, *, past_key_values: Any, use_cache: bool = True) -> Any:

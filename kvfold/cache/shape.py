@@ -1,0 +1,51 @@
+"""What one layer of a model's cache holds."""
+
+from dataclasses import dataclass
+
+KINDS = ("full", "latent", "dense", "sliding", "none")
+"""Kinds of layers, as `LayerShape` describes them."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer's cache holds for each token.
+
+    Attributes
+    ----------
+    kind
+        "full": every token; folds. "latent": one latent and its rotary part a token (multi-head latent attention);
+        folds. "dense": every token, in a layer that does not fold. "sliding": the newest `window` - 1 tokens, dense.
+        "none": nothing that grows with the text. Else the class of a layer that is not known here; it does not fold.
+    kv_heads, key_dim, value_dim
+        Shape of a token's keys and values; for latents, one head of the latent's and the rotary part's channels. 0 if
+        the config does not tell them, or the layer holds none.
+    window
+        Width of a sliding window; 0 for the other kinds.
+    heads
+        Query heads; 0 if the config does not tell them.
+    beside
+        Numbers a token beside keys and values.
+    """
+
+    kind: str
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int = 0
+    heads: int = 0
+    beside: int = 0
+
+    @property
+    def folds(self) -> bool:
+        """Whether a cache can fold this layer."""
+        return self.kind in ("full", "latent")
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the config tells the shape of keys and values."""
+        return self.kv_heads > 0 and self.key_dim > 0 and self.value_dim > 0
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers a token."""
+        return self.kv_heads * (self.key_dim + self.value_dim) + self.beside

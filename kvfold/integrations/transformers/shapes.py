@@ -1,0 +1,167 @@
+"""What each layer of a cache holds, by the model's config."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
+
+from kvfold.cache.shape import LayerShape
+
+KIND_OF = {
+    "DynamicLayer": "full",
+    "DynamicIndexedLayer": "dense",
+    "LinearAttentionAndFullAttentionLayer": "dense",
+    "DynamicSlidingWindowLayer": "sliding",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "sliding",
+    "LinearAttentionLayer": "none",
+    "DummyLayer": "none",
+}
+"""What layers of transformers hold, by the names of their classes. Models may have others of their own."""
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """A head dimension and why it is believed.
+
+    Attributes
+    ----------
+    value
+        Coordinates of a key of one head.
+    evidence
+        The step that decided, then what the other steps say.
+    """
+
+    value: int
+    evidence: tuple[str, ...]
+
+
+def cache_layers(config: PreTrainedConfig) -> list[Any]:
+    """The layers that transformers gives a model's cache.
+
+    Raises
+    ------
+    ValueError
+        If the config is of an encoder-decoder model, or transformers makes no cache by it.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError("config is of an encoder-decoder model: only caches of decoder-only models fold")
+    try:
+        try:
+            return list(DynamicCache(config=config).layers)
+        except KeyError:  # some models bring layers of their own, known once the module that defines them is imported
+            MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config.get_text_config(decoder=True)), None)
+            return list(DynamicCache(config=config).layers)
+    except Exception as error:  # configs fail in many ways
+        raise ValueError(f"transformers makes no cache by this {config.model_type} config: {error}") from None
+
+
+def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any] | None = None) -> tuple[LayerShape, ...]:
+    """Shapes of all layers of a model's cache.
+
+    Parameters
+    ----------
+    config
+        The model's config; a nested one of the language model is found.
+    layers
+        Of `cache_layers`, if they are there already.
+
+    Raises
+    ------
+    ValueError
+        As `cache_layers`.
+    """
+    text = config.get_text_config(decoder=True)
+    layers = cache_layers(config) if layers is None else layers
+    cross = getattr(text, "cross_attention_layers", None) or ()  # these hold an image
+    indexers = getattr(text, "indexer_types", None) or ["full"] * len(layers)  # "shared": by an earlier layer's
+    known: dict[tuple[int, str, int], LayerShape] = {}
+    shapes = []
+    for i, (layer, own) in enumerate(zip(layers, layer_configs(text, len(layers)), strict=True)):
+        kind = KIND_OF.get(type(layer).__name__, type(layer).__name__) if i not in cross else "none"
+        window = int(layer.sliding_window) if kind == "sliding" else 0
+        if (id(own), kind, window) not in known:
+            known[id(own), kind, window] = _shape(own, kind, window)
+        shape = known[id(own), kind, window]
+        shapes.append(replace(shape, beside=0) if indexers[i] == "shared" else shape)
+    return tuple(shapes)
+
+
+def layer_configs(config: PreTrainedConfig, layers: int) -> list[PreTrainedConfig]:
+    """The config of each layer: one for all, unless layers differ."""
+    own = getattr(config, "per_layer_config", None)
+    return [config] * layers if own is None else [own[i] for i in range(layers)]
+
+
+def resolve_head_dim(config: PreTrainedConfig) -> HeadDim:
+    """Head dimension by a cascade of five steps, cross-checked.
+
+    MLA key length, explicit key length, sliding-window key length, value length, hidden size over
+    heads: the first that is told decides, and what the others say is kept as evidence. MLA comes first, as its configs
+    have an explicit length, too: that of the rotary part alone.
+
+    Raises
+    ------
+    ValueError
+        If no step tells.
+    """
+    config = config.get_text_config(decoder=True)
+    nope, rope = _number(config, "qk_nope_head_dim"), _number(config, "qk_rope_head_dim")
+    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    steps = {
+        "qk_nope_head_dim + qk_rope_head_dim": nope + rope if nope and rope else 0,
+        "head_dim": _number(config, "head_dim"),
+        "swa_head_dim": _number(config, "swa_head_dim"),
+        "v_head_dim": _number(config, "v_head_dim"),
+        "hidden_size / num_attention_heads": hidden // heads if heads else 0,
+    }
+    told = {name: value for name, value in steps.items() if value}
+    if not told:
+        raise ValueError(f"config tells no head dimension: it has none of {', '.join(steps)}")
+    decided = next(iter(told))
+    evidence = [f"{decided} = {told[decided]}"]
+    for name, value in told.items():
+        if name != decided:
+            evidence.append(f"{name} = {value} {'agrees' if value == told[decided] else 'differs'}")
+    return HeadDim(told[decided], tuple(evidence))
+
+
+def _shape(config: PreTrainedConfig, kind: str, window: int) -> LayerShape:
+    """What a layer of a kind holds, by its own config."""
+    if kind == "none":
+        return LayerShape(kind)
+    rank, rope, heads = (_number(config, name) for name in ("kv_lora_rank", "qk_rope_head_dim", "num_attention_heads"))
+    beside = (_number(config, "index_head_dim") or _number(config, "indexer_head_dim")) if kind == "dense" else 0
+    shape = LayerShape(kind, window=window, heads=heads, beside=beside)
+    if rank and rope:
+        return replace(shape, kind="latent" if kind == "full" else kind, kv_heads=1, key_dim=rank, value_dim=rope)
+    try:
+        dim = resolve_head_dim(config).value
+    except ValueError:
+        return shape
+    if kind == "sliding":
+        dim = _number(config, "swa_head_dim") or dim
+    return replace(shape, kv_heads=_kv_heads(config, kind), key_dim=dim, value_dim=_number(config, "v_head_dim") or dim)
+
+
+def _kv_heads(config: PreTrainedConfig, kind: str) -> int:
+    """KV heads that a layer keeps; 0 if the config does not tell them."""
+    told = _number(config, "num_key_value_heads")
+    if kind == "sliding":
+        told = _number(config, "swa_num_key_value_heads") or told
+        if config.model_type == "mimo_v2_flash":  # its layers with windows have twice as many, by its code alone
+            told *= 2
+    if told:
+        return told
+    if not type(config).__module__.startswith("transformers."):  # somebody's own code may have names of its own
+        return 0
+    heads = _number(config, "num_attention_heads")
+    if not getattr(config, "multi_query", False) or getattr(config, "new_decoder_architecture", False):
+        return heads  # Falcon's newer models repeat their KV heads before they keep them
+    return 1
+
+
+def _number(config: PreTrainedConfig, name: str) -> int:
+    """A size that a config has; 0 if it has none, or one a layer."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
