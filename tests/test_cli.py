@@ -17,6 +17,7 @@ def _kvfold(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=None)
 
 
+@pytest.mark.contract
 def test_help_teaches() -> None:
     out = _kvfold("--help").stdout
     for command in ("demo", "generate", "formats"):
@@ -24,6 +25,7 @@ def test_help_teaches() -> None:
         assert "--json" in _kvfold(command, "--help").stdout
 
 
+@pytest.mark.contract
 def test_formats() -> None:
     table = _kvfold("formats").stdout
     rows = json.loads(_kvfold("formats", "--head-dim", "64", "--json").stdout)
@@ -96,6 +98,7 @@ def test_bench(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+@pytest.mark.contract
 def test_generate(tmp_path: Path) -> None:
     document = tmp_path / "doc.txt"
     document.write_text("Mary's favourite fruit is the mango. " + "It rained all day. " * 120, encoding="utf-8")
@@ -142,6 +145,7 @@ def test_errors_are_one_clear_line(arguments: tuple[str, ...], message: str) -> 
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.contract
 def test_forgetting(tmp_path: Path) -> None:
     """Measured, and then used, with files and options that do not fit named."""
     tria, document = str(tmp_path / "model.tria"), tmp_path / "doc.txt"

@@ -97,6 +97,7 @@ class _Page(HTMLParser):
                 self.fetched.append(f"{tag} {name}={value}")
 
 
+@pytest.mark.contract
 def test_report(tmp_path: Path) -> None:
     """From rows that the commands really wrote to a page that fetches nothing."""
     files = []
@@ -180,6 +181,7 @@ def test_report_errors(tmp_path: Path, content: str | None, message: str) -> Non
         render(Results.read([path]))
 
 
+@pytest.mark.contract
 def test_plan_draws(tmp_path: Path) -> None:
     plot = tmp_path / "plan.svg"
     run = _kvfold("plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--plot", str(plot))

@@ -315,6 +315,7 @@ def test_nan_shows_until_its_page_folds(bad: float, side: str) -> None:
     assert torch.equal(nan, expected)
 
 
+@pytest.mark.contract
 def test_layers_have_bits_of_their_own(tmp_path: Path, random_ids: Callable[..., Tensor]) -> None:
     """By a calibration with losses, as in torch."""
     model, network = _tiny("llama", tmp_path)
@@ -430,6 +431,7 @@ def _greedy(model: Any, ids: Tensor, cache: list[Any] | None, tokens: int) -> li
     return [token for token, _ in steps]
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4", "kvfold-3"])
 def test_tiny_models_say_what_they_say_in_torch(
@@ -463,6 +465,7 @@ def test_tiny_models_say_what_they_say_in_torch(
     kvfold.detach(model)
 
 
+@pytest.mark.contract
 def test_smollm2_says_what_it_says_in_torch(
     demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], smollm2: tuple[Any, Any], text_ids: Tensor
 ) -> None:
@@ -548,6 +551,7 @@ def test_ablation_passes_through_mlx(smollm2: tuple[Any, Any], text_ids: Tensor,
 # mlx-lm's functions
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("format", ["kvfold-4", "kvfold-3", "turboquant-3"])
 @pytest.mark.parametrize("tokens", [100, 400])
 def test_saved_and_loaded_by_mlx_lm(
@@ -590,6 +594,7 @@ def test_an_empty_cache_is_saved(tmp_path: Path) -> None:
     assert [layer.empty() for layer in loaded] == [True] * 4
 
 
+@pytest.mark.contract
 def test_speculative_decoding_changes_nothing(tmp_path: Path, random_ids: Callable[..., Tensor]) -> None:
     """mlx-lm trims what a draft got wrong: exactly, and the tokens are those of plain decoding."""
     _, network = _tiny("llama", tmp_path / "a")
@@ -636,6 +641,7 @@ def test_other_caches_are_read_as_before(tmp_path: Path, random_ids: Callable[..
     assert llama.scaled_dot_product_attention is before_attaching
 
 
+@pytest.mark.contract
 def test_misuse(tmp_path: Path, random_ids: Callable[..., Tensor], caplog: pytest.LogCaptureFixture) -> None:
     _, network = _tiny("llama", tmp_path)
     ids = random_ids(1, 20)
@@ -667,6 +673,7 @@ def test_misuse(tmp_path: Path, random_ids: Callable[..., Tensor], caplog: pytes
         assert not caplog.records
 
 
+@pytest.mark.contract
 def test_configs_of_transformers_5() -> None:
     """mlx-lm's Llama takes no `rope_parameters`, and would turn keys by 10,000."""
     assert config_as_before({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == {"rope_theta": 5e5}
