@@ -486,17 +486,6 @@ def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.contract
-def test_attach_is_idempotent_and_undone(llama: PreTrainedModel) -> None:
-    hooks = len(llama._forward_pre_hooks)
-    assert kvfold.attach(llama)
-    assert len(llama._forward_pre_hooks) == hooks
-    kvfold.detach(llama)
-    kvfold.detach(llama)
-    assert len(llama._forward_pre_hooks) == hooks - 1
-    assert llama.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.contract
 class TestCompiled:
     """Models under torch.compile."""
 
@@ -651,13 +640,13 @@ class TestCompiled:
         self, llama: PreTrainedModel, random_ids: Ids, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The second time would append them again."""
-        once = AttentionInterface._global_mapping["kvfold"]
+        once = AttentionInterface._global_mapping["sdpa"]
 
         def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             once(*args, **kwargs)
             return once(*args, **kwargs)
 
-        monkeypatch.setitem(AttentionInterface._global_mapping, "kvfold", attention)
+        monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", attention)
         compiled = torch.compile(llama.float(), backend="eager")
         with pytest.raises(RuntimeError, match="layer 0: this model does something else"):
             _logits(compiled, random_ids(1, 100), FoldedCache(llama.config, "kvfold-3"))

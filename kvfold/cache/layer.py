@@ -95,6 +95,11 @@ class Appended:
         return self.columns == 1 and self.first_column + 1 == self.layer.columns
 
     @property
+    def awaits_queries(self) -> bool:
+        """Whether formats wait for the queries of these tokens, which `LayerCache.observe` has not seen."""
+        return not self.observed and any(group.rows.awaits_queries for group in self.layer.groups)
+
+    @property
     def dense(self) -> list[DenseSpan | None]:
         """For each of the layer's groups, the dense tokens that the new queries may read."""
         if self.spans is None:
@@ -309,7 +314,7 @@ class LayerCache:
         awaiting = [group for group in self.groups if group.rows.awaits_queries]
         if query is not None:
             self._check_query(query, new)
-            if awaiting and not query.isfinite().all():
+            if not all(group.own(query, new.first_column).isfinite().all() for group in awaiting):
                 raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
         new.observed = True
         if self.keeps_queries and query is not None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvfold.attention import BACKENDS
 from kvfold.cache.store import PageStore, StoreView
 from kvfold.integrations.transformers import FoldedCache, attach
+from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.kernels import ops
 from kvfold.quant.transforms import ChannelOrder
@@ -183,7 +184,7 @@ def _run(
     logits = None
     for start in range(0, ids.shape[1], chunk):
         part = ids[:, start : start + chunk]
-        logits = own(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = own(part, **cache_argument(own, cache), use_cache=True, logits_to_keep=1).logits
         progress(part.shape[1])
     for hook in hooks:
         hook.remove()
@@ -194,7 +195,7 @@ def _run(
         assert logits is not None
         token = logits[:, -1:].argmax(-1)
         text.append(int(token))
-        logits = own(token, past_key_values=cache, use_cache=True).logits
+        logits = own(token, **cache_argument(own, cache), use_cache=True).logits
         progress(1)
     return kept, hidden, text
 

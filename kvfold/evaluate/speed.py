@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from kvfold.cache.report import held_bytes
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.transformers import FoldedCache
+from kvfold.integrations.transformers.calls import cache_argument
 
 DENSE = "dense"
 CHUNK = 1024
@@ -107,7 +108,7 @@ def measure_speed(
                 f"context = {context}: the text has {ids.shape[1]} tokens, so give 1 to {ids.shape[1] - new_tokens}"
             )
     for name in (DENSE, DENSE, *formats):  # what only first calls do: tables, operators, threads
-        model(ids[:, :400], past_key_values=_cache(model, name), logits_to_keep=1)
+        model(ids[:, :400], **cache_argument(model, _cache(model, name)), logits_to_keep=1)
     rows = []
     for context in contexts:
         caches: dict[str, Cache] = {}
@@ -118,7 +119,7 @@ def measure_speed(
             cache = _cache(model, name)
             for first in range(0, context, CHUNK):
                 part = ids[:, first : min(first + CHUNK, context)]
-                model(part, past_key_values=cache, logits_to_keep=1)
+                model(part, **cache_argument(model, cache), logits_to_keep=1)
                 progress(part.shape[1])
             prefill[name] = 1e3 * (time.perf_counter() - start)
             peak[name] = None if before is None else max((_resident("VmHWM") or 0) - before, 0)
@@ -127,7 +128,7 @@ def measure_speed(
         for t in range(context, context + new_tokens):
             for name, cache in caches.items():
                 start = time.perf_counter()
-                model(ids[:, t : t + 1], past_key_values=cache)
+                model(ids[:, t : t + 1], **cache_argument(model, cache))
                 steps[name].append(1e3 * (time.perf_counter() - start))
                 progress(1)
         for name, cache in caches.items():

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.cache.calibration import Calibration
 from kvfold.evaluate.behaviour.case import Case
 from kvfold.integrations.transformers import FoldedCache
+from kvfold.integrations.transformers.calls import cache_argument
 
 BATCH_TOKENS = 8_192
 """About how many tokens a batch may hold."""
@@ -97,7 +98,7 @@ def _hold(
         out = model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **cache_argument(model, cache),
             max_new_tokens=turn.max_new_tokens,
             min_new_tokens=turn.max_new_tokens if turn.forced else None,
             prefill_chunk_size=PREFILL_CHUNK,

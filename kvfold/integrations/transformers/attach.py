@@ -2,32 +2,36 @@
 
 import inspect
 import logging
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold.attention import BACKENDS, attend, attend_dense
+from kvfold.attention import BACKENDS
+from kvfold.integrations.transformers.attention import attention
 from kvfold.integrations.transformers.cache import FoldedCache
-from kvfold.integrations.transformers.handle import FoldedHandle, appended_of
-from kvfold.integrations.transformers.latent import from_latent, latent_modules, leave_folded, to_latent
-from kvfold.integrations.transformers.operator import append_and_attend, take_awaited
+from kvfold.integrations.transformers.latent import expand_unless_folded, latent_modules
 
 logger = logging.getLogger("kvfold")
 
 NAME = "kvfold"
-"""Name of the attention function; `kvfold_reference` and so on ask for one backend."""
-_STATE = "_kvfold_attached"
+"""The attention implementation, during passes over folded caches, of models that do not support "sdpa"."""
+_ATTACHMENT = "_kvfold_attachment"
+_FORWARD = "_kvfold_forward"
 
 
 def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     """Make `model` read folded caches folded.
 
-    Its attention implementation becomes "kvfold": folded layers are read as codes, dense layers (and
-    other caches) go through scaled-dot-product attention as before. `detach` undoes it.
+    A forward pass that is given a `FoldedCache` reads it as codes; layers of it that are dense, and all other passes,
+    run as before, bit for bit. `detach` undoes it.
 
     Parameters
     ----------
@@ -41,51 +45,112 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     bool
         Whether folded reading is on. If the model's own attention code cannot be replaced, this says so
         in the log, and a `FoldedCache` is unfolded when read.
+
+    Raises
+    ------
+    ValueError
+        If there is no such backend, or the model is attached with another.
     """
-    if hasattr(model, _STATE):
-        own = model.get_decoder().config._attn_implementation
-        if backend is not None and own != f"{NAME}_{backend}":
-            raise ValueError(f"backend = {backend!r}, but the model is attached as {own!r}: kvfold.detach it first")
+    attached = vars(model).get(_ATTACHMENT)
+    if attached is not None and _is_guarded(model):
+        if backend is not None and attached.backend != backend:
+            raise ValueError(
+                f"backend = {backend!r}, but the model is attached with {attached.backend!r}: kvfold.detach it first"
+            )
         return True
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
-    name = NAME if backend is None else f"{NAME}_{backend}"
-    decoder = model.get_decoder()
-    before = [(config, config._attn_implementation_internal) for config in _configs(decoder.config)]
-    try:
-        decoder.set_attn_implementation(name)
-    except ValueError as error:
-        logger.warning("kvfold.attach: %s", error)
-    if decoder.config._attn_implementation != name:
-        _restore(before)
+    decoder = decoder_of(model)
+    configs = [] if decoder is None else _replaceable(decoder)
+    if decoder is None or not configs:
         logger.warning(
             "%s has its own attention code, which cannot be replaced: it runs with a FoldedCache, but unfolds it "
             "at every read",
             type(model).__name__,
         )
         return False
-    hooks = []
+    _register()
+    implementation = "sdpa" if getattr(decoder, "_supports_sdpa", False) else NAME
+    attachment = Attachment(decoder, backend, implementation, configs)
     for module in {id(model): model, id(decoder): decoder}.values():
-        hooks.append(module.register_forward_pre_hook(_before_forward, with_kwargs=True))
-        hooks.append(module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
-    hooks.append(decoder.register_forward_pre_hook(_show_model, with_kwargs=True))
+        setattr(module, _ATTACHMENT, attachment)
+        setattr(module, _FORWARD, module.forward)
+        module.forward = MethodType(_guarded(module.forward), module)
     for latent in latent_modules(decoder):
-        latent.expand_kv = leave_folded(latent.expand_kv)  # type: ignore[assignment, arg-type]
-    setattr(model, _STATE, (before, hooks))
+        latent.expand_kv = MethodType(expand_unless_folded, latent)  # type: ignore[assignment]
     return True
 
 
 def detach(model: PreTrainedModel) -> None:
     """Undo `attach`; nothing happens if the model is not attached."""
-    if not hasattr(model, _STATE):
+    attachment = vars(model).get(_ATTACHMENT)
+    if attachment is None:
         return
-    before, hooks = getattr(model, _STATE)
-    for hook in hooks:
-        hook.remove()
-    for latent in latent_modules(model):
+    for module in {id(model): model, id(attachment.decoder): attachment.decoder}.values():
+        vars(module).pop(_ATTACHMENT, None)  # where something has wrapped the guard since, it stays, and does nothing
+        if _is_guarded(module):
+            _restore(module)
+    for latent in latent_modules(attachment.decoder):
         vars(latent).pop("expand_kv", None)
-    _restore(before)
-    delattr(model, _STATE)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The part of a model that attends to the text; None if it does not tell one that runs alone."""
+    try:
+        decoder = model.get_decoder()
+    except (AttributeError, NotImplementedError):
+        return None
+    return decoder if isinstance(decoder, PreTrainedModel) else None
+
+
+@dataclass(eq=False)
+class Attachment:
+    """What an attached model needs during a pass over a folded cache.
+
+    Attributes
+    ----------
+    decoder
+        The part that attends.
+    backend
+        What was asked for.
+    implementation
+        The attention implementation that models take, by transformers' name, so that they prepare masks for it.
+    configs
+        Configs by which the decoder's layers choose their attention.
+    """
+
+    decoder: nn.Module
+    backend: str | None
+    implementation: str
+    configs: list[PreTrainedConfig]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let layers take `implementation`, whatever it was or has been set to since."""
+        before = [config._attn_implementation_internal for config in self.configs]
+        for config in self.configs:
+            config._attn_implementation_internal = self.implementation
+        try:
+            yield
+        finally:
+            for config, own in zip(self.configs, before, strict=True):
+                config._attn_implementation_internal = own
+
+
+def _replaceable(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs by which layers choose their attention; none if they do not choose."""
+    configs = _configs(decoder.config)
+    before = [config._attn_implementation_internal for config in configs]
+    _register()
+    try:
+        decoder.set_attn_implementation(NAME)
+        return [config for config in configs if config._attn_implementation_internal == NAME]
+    except ValueError as error:
+        logger.warning("kvfold.attach: %s", error)
+        return []
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation_internal = own
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -94,99 +159,61 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(each for value in inner for each in _configs(value))]
 
 
-def _restore(before: list[tuple[PreTrainedConfig, str | None]]) -> None:
-    for config, implementation in before:
-        config._attn_implementation_internal = implementation
+def _register() -> None:
+    """Let models call `attention` by the names of `Attachment.implementation`.
 
-
-def _argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """An argument of `module.forward`, whether given by position or by name."""
-    if name in kwargs or not args:
-        return kwargs.get(name)
-    return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get(name)
-
-
-def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = _argument(module, args, kwargs, "past_key_values")
-    if not isinstance(cache, FoldedCache):
+    "sdpa" goes on to what was there for all that is not folded, in whatever model.
+    """
+    if NAME in ALL_ATTENTION_FUNCTIONS:
         return
-    mine, theirs = cache.text_config, module.config.get_text_config(decoder=True)
-    if (mine.model_type, mine.num_hidden_layers) != (theirs.model_type, theirs.num_hidden_layers):
-        raise ValueError(
-            f"this cache was made for a {mine.model_type} config with {mine.num_hidden_layers} layers, the model is a "
-            f"{theirs.model_type} with {theirs.num_hidden_layers}: make one with FoldedCache(model.config)"
-        )
-    cache.forward_pass.reads_folded = True
-    mask = _argument(module, args, kwargs, "attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and cache.awaits_rows:
-        cache.set_padding(mask)
+    AttentionInterface.register("sdpa", partial(attention, own=ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    AttentionInterface.register(NAME, partial(attention, own=None))
+    AttentionMaskInterface.register(NAME, eager_mask)
 
 
-def _show_model(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = _argument(decoder, args, kwargs, "past_key_values")
-    if isinstance(cache, FoldedCache):
-        cache.read_by(decoder)
+def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of an attached model's class: a pass over a folded cache begins and ends there, however it ends."""
+
+    @wraps(forward)
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run, attachment = getattr(self, _FORWARD), vars(self).get(_ATTACHMENT)
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
+        if cache is None or attachment is None:
+            return run(*args, **kwargs)
+        mask = _attention_mask(run, args, kwargs)
+        if cache.forward_pass.reads_folded:  # a model has called its decoder
+            cache.take_padding(mask)
+            return run(*args, **kwargs)
+        try:
+            cache.begin_pass(self, attachment.decoder, attachment.backend, mask)
+            with attachment.in_use():
+                output = run(*args, **kwargs)
+        except BaseException:
+            cache.end_pass(broken=True)
+            raise
+        cache.end_pass(broken=False)
+        return output
+
+    guarded.reads_folded = True  # type: ignore[attr-defined]
+    return guarded
 
 
-def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = _argument(module, args, kwargs, "past_key_values")
-    if isinstance(cache, FoldedCache):
-        cache.end_pass(broken=output is None)  # a hook that is always called gets None after an exception
+def _is_guarded(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and hasattr(forward.__func__, "reads_folded")
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    backend: str | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function of every layer of an attached model."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    appended = appended_of(key, value)
-    awaited = None if appended is not None else take_awaited(query, key, value)
-    folded = appended is not None or awaited is not None
-    if not folded:
-        key, value = (x.to_unfolded() if isinstance(x, FoldedHandle) else x for x in (key, value))
-    if not causal and attention_mask is None and query.shape[2] > 1 and (folded or softcap or s_aux is not None):
-        raise ValueError("this model attends to later tokens without a mask, which folded attention does not do")
-    if folded:
-        if module.training:
-            raise ValueError(
-                "the model is in training mode, but no gradients flow through a folded cache: call model.eval()"
-            )
-        if kwargs.get("position_bias") is not None:
-            raise ValueError("this model adds position biases to its scores, which folded attention does not take")
-    if awaited is not None:
-        keys, values = awaited
-        tensors = (None if x is None else x.detach() for x in (query, keys.new, values.new, attention_mask))
-        sink_logits = None if s_aux is None else s_aux.detach()
-        assert keys.cache.number is not None  # `read_by` has seen to it
-        return append_and_attend(
-            keys.cache.number, keys.layer, *tensors, scaling, softcap, sink_logits, backend
-        ), None  # fmt: skip
-    if appended is not None:
-        latent = appended.layer.values_of_keys
-        out = attend(
-            to_latent(module, query) if latent else query,
-            appended, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux, backend=backend,
-        )  # fmt: skip
-        out = from_latent(module, out) if latent else out
-    elif softcap is not None or s_aux is not None:
-        out = attend_dense(query, key, value, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
-    else:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return out.transpose(1, 2).contiguous(), None
+def _restore(module: nn.Module) -> None:
+    """Give a module back the `forward` that it had."""
+    forward = vars(module).pop(_FORWARD)
+    if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
+        del vars(module)["forward"]
+    else:  # it was the module's own, such as accelerate gives it
+        module.forward = forward
 
 
-for _backend in (None, *BACKENDS):
-    _name = NAME if _backend is None else f"{NAME}_{_backend}"
-    AttentionInterface.register(_name, partial(_attention, backend=_backend))
-    AttentionMaskInterface.register(_name, sdpa_mask)
+def _attention_mask(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mask that a call is given, whether by position or by name."""
+    if "attention_mask" in kwargs or not args:
+        return kwargs.get("attention_mask")
+    return inspect.signature(forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")

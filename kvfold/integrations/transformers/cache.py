@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvfold.attention import attend
 from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
@@ -24,7 +24,8 @@ from kvfold.formats import DEFAULT
 from kvfold.integrations.transformers.evicting import for_model
 from kvfold.integrations.transformers.handle import appended_of
 from kvfold.integrations.transformers.latent import LatentLayer
-from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
+from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass, calling_modules
+from kvfold.integrations.transformers.masks import where_allowed
 from kvfold.integrations.transformers.operator import await_attention, not_taken, number_of
 from kvfold.integrations.transformers.origin import Origin
 from kvfold.integrations.transformers.rope import rope_of
@@ -146,7 +147,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if eviction is not None:
             self._evict_by(eviction)
         self._before: list[Callable[[], None]] | None = None
-        self._updated_last = len(layers)
+        self._updated: set[int] = set()
+        self._by_model = False  # whether a model, and not somebody by hand, has updated layers last
         self.number: Tensor | None = None
         self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
 
@@ -222,41 +224,128 @@ class FoldedCache(Cache):  # type: ignore[misc]
             )
         if torch.compiler.is_dynamo_compiling() and self.forward_pass.reads_folded and self._fits_graphs:
             return await_attention(self, layer_idx, key_states, value_states)
-        if layer_idx <= self._updated_last:  # a new forward pass
-            self._before = [_undo(layer) for layer in self.layers]
-        self._updated_last = layer_idx
+        if not self.forward_pass.reads_folded and (layer_idx in self._updated or self._before is None):
+            by_model = next(calling_modules(), None) is not None
+            if by_model:
+                self._forget_unended_pass()
+            self._before, self._updated, self._by_model = [_undo(layer) for layer in self.layers], set(), by_model
+        self._updated.add(layer_idx)
         try:
             layer = self.layers[layer_idx]
             if isinstance(layer, FoldedLayer):
                 if not layer.folded.columns:
                     self._check_shape(key_states, layer_idx)
                 return layer.update(key_states, value_states, *args, **kwargs)
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            _hold_the_window_alone(layer)
+            return read
         except BaseException:
             self._roll_back()
             raise
 
     def append_and_attend(
-        self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, **options: Any
-    ) -> Tensor:
+        self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
         """`update` and `kvfold.attention.attend`, whose options these are, as a compiled graph calls them."""
         appended = appended_of(*FoldedCache.update(self, key_states, value_states, layer_idx))  # not a subclass's again
         assert appended is not None
-        return attend(query, appended, **options).transpose(1, 2).contiguous()
+        mask = where_allowed(mask)
+        return attend(query, appended, mask=mask, **options).transpose(1, 2).contiguous()
+
+    @outside_graphs
+    def begin_pass(
+        self, model: PreTrainedModel, decoder: nn.Module, backend: str | None, attention_mask: object
+    ) -> None:
+        """Called when a forward pass of an attached model begins.
+
+        Parameters
+        ----------
+        model, decoder
+            What runs, and the part of it that attends.
+        backend
+            What is to read folded layers; None for the fastest.
+        attention_mask
+            What the model was given as such.
+
+        Raises
+        ------
+        ValueError
+            If this cache is of another model's config, or was loaded from a file and another model filled it.
+        """
+        mine, theirs = self.text_config, model.config.get_text_config(decoder=True)
+        if (mine.model_type, mine.num_hidden_layers) != (theirs.model_type, theirs.num_hidden_layers):
+            raise ValueError(
+                f"this cache was made for a {mine.model_type} config with {mine.num_hidden_layers} layers, the model "
+                f"is a {theirs.model_type} with {theirs.num_hidden_layers}: make one with FoldedCache(model.config)"
+            )
+        self._forget_unended_pass()
+        if not self.origin.is_model(decoder):
+            if not held_by_layer(self.layers, self.text_config):
+                self.origin = Origin()
+            self.origin.see(decoder)
+        if self.number is None:
+            self.number = number_of(self)
+        self.forward_pass.reads_folded, self.forward_pass.backend = True, backend
+        self._before, self._updated = [_undo(layer) for layer in self.layers], set()
+        self.take_padding(attention_mask)
+
+    def take_padding(self, attention_mask: object) -> None:
+        """`set_padding`, if that is a mask of columns and somebody waits for it."""
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and self.awaits_rows:
+            self.set_padding(attention_mask)
 
     @outside_graphs
     def end_pass(self, broken: bool) -> None:
         """Called when an attached model's forward pass ends; if it broke, all layers forget its tokens."""
         left, self.forward_pass.awaited = self.forward_pass.awaited, None
-        if broken or left is not None:
+        begun = self.forward_pass.reads_folded
+        if begun and (broken or left is not None):
             self._roll_back()
-        complete = not broken and self.forward_pass.reads_folded
+        elif begun:
+            self._wait_no_longer()
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
-        self._before, self._updated_last = None, len(self.layers)
+        self.forward_pass.appended.clear()
+        self._before = None
         if left is not None and not broken:
             raise not_taken(left)
-        if complete and self.evictor is not None:  # what goes now is not to be rolled back
+        if begun and not broken and self.evictor is not None:  # what goes now is not to be rolled back
             self.evictor.after(self._folded())
+
+    def _wait_no_longer(self) -> None:
+        """Let formats go by the keys alone whose layers were not attended to by folded attention."""
+        waited = False
+        for appended in self.forward_pass.appended:
+            waited |= appended.awaits_queries
+            appended.layer.observe(None, appended)
+        if waited:
+            self.forward_pass.warn_once(
+                "this model does not show its queries to the cache: all layers keep the bits of their format, and all "
+                "channels count as read alike"
+            )
+
+    def _forget_unended_pass(self) -> None:
+        """Take back a pass of a model that is not attached, if it has not ended: nobody tells when it does.
+
+        Raises
+        ------
+        RuntimeError
+            If it had not: the model has asked already how long this cache is.
+        """
+        if self._is_under_way():
+            self._roll_back()
+            raise RuntimeError(
+                "the last forward pass over this cache did not get to its last layer: its tokens are forgotten now, in "
+                "all layers; call the model again"
+            )
+        self._before = None
+
+    def _is_under_way(self) -> bool:
+        """Whether a forward pass has begun that has not ended."""
+        if self.forward_pass.reads_folded:
+            return True
+        last = max((i for i, layer in enumerate(self.layers) if isinstance(layer, FoldedLayer)), default=None)
+        return self._before is not None and self._by_model and last is not None and last not in self._updated
 
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
@@ -289,20 +378,39 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep.
 
+        The cache is unchanged if it fails.
+
         Raises
         ------
         ValueError
-            If tokens were evicted from what it would go back to. The cache is unchanged then.
+            If tokens were evicted from what it would go back to.
+        RuntimeError
+            If a sliding-window or linear-attention layer does not hold what it would go back to.
         """
-        for layer in self.layers:
-            if isinstance(layer, FoldedLayer):
-                layer.folded.check_crop(layer.length_after(tokens_to_remove))
-        super().crop(tokens_to_remove)
+        columns = self.get_seq_length()
+        given = int(tokens_to_remove)  # generation passes a tensor before transformers 5.20
+        remove = min(columns - given if given > 0 else -given, columns)
+        if remove < 0:
+            return
+        folded = [layer for layer in self.layers if isinstance(layer, FoldedLayer)]
+        for layer in folded:
+            layer.folded.check_crop(layer.length_after(-remove))
+        others = [layer for layer in self.layers if not isinstance(layer, FoldedLayer)]
+        before = [_undo(layer, grows=False) for layer in others]
+        try:
+            for layer in others:
+                layer.crop(-remove)
+        except BaseException:
+            for undo in before:
+                undo()
+            raise
+        for layer in folded:
+            layer.crop(-remove)
 
     def _roll_back(self) -> None:
         for undo in self._before or ():
             undo()
-        self._before, self._updated_last = None, len(self.layers)
+        self._before, self._updated = None, set()
 
     @property
     def awaits_rows(self) -> bool:
@@ -360,30 +468,22 @@ class FoldedCache(Cache):  # type: ignore[misc]
             self.evictor.clear()
         self.origin, self.ids, self.number = Origin(), None, None
 
-    @outside_graphs
-    def read_by(self, decoder: nn.Module) -> None:
-        """Called when an attached model's decoder starts a forward pass.
-
-        Raises
-        ------
-        ValueError
-            If this cache was loaded from a file, and another model filled it.
-        """
-        if not self.origin.is_model(decoder):
-            if not held_by_layer(self.layers, self.text_config):
-                self.origin = Origin()
-            self.origin.see(decoder)
-        if self.number is None:
-            self.number = number_of(self)
-
     def __getstate__(self) -> dict[str, Any]:
-        # Copies begin between two forward passes: what undoes a pass is bound to the layers of this cache.
-        return {**vars(self), "_before": None, "_updated_last": len(self.layers)}
+        # What undoes a pass is bound to the layers of this cache.
+        self._check_between_passes("copied")
+        return {**vars(self), "_before": None, "_updated": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.number is not None:  # a number of its own
             self.number = number_of(self)
+
+    def _check_between_passes(self, done: str) -> None:
+        if self._is_under_way():
+            raise ValueError(
+                "a forward pass over this cache is under way, or was interrupted: a cache is "
+                f"{done} whole, between forward passes"
+            )
 
     # Into a file and back
 
@@ -409,6 +509,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         OSError
             If the file cannot be written.
         """
+        self._check_between_passes("saved")
         held = batch_and_tokens(self.layers, self.text_config)
         saved = Contents({"config": config_to_saved(self.text_config), "layers": len(self.layers)})
         saved.data["padding"] = None if self.forward_pass.padding is None else list(self.forward_pass.padding)
@@ -536,23 +637,41 @@ class FoldedCache(Cache):  # type: ignore[misc]
         )
 
 
-def _undo(layer: Any) -> Callable[[], None]:
-    """A function that takes a layer back to what it holds now, when only `update` has been called since."""
+def _undo(layer: Any, *, grows: bool = True) -> Callable[[], None]:
+    """A function that takes a layer back to what it holds now.
+
+    If it `grows`, so that only `update` is called in between, its keys and values are not kept alive for that.
+    """
     if isinstance(layer, FoldedLayer):
         state = layer.folded.state()
         return lambda: layer.folded.restore(state)
-    if type(layer) is DynamicLayer:  # by its length: its old tensors are not to be kept alive
-        length = layer.get_seq_length()
+    # Tensors are replaced by others, and never written to; those in lists (states of linear attention) may be.
+    attributes = {
+        name: [t.clone() if isinstance(t, Tensor) else t for t in value] if isinstance(value, list) else value
+        for name, value in vars(layer).items()
+    }
+    sliding = isinstance(layer, DynamicSlidingWindowLayer)
+    length = layer.get_seq_length() if grows and isinstance(layer, DynamicLayer) and not sliding else 0
+    if length:
+        del attributes["keys"], attributes["values"]
 
-        def crop() -> None:
-            if length:
-                layer.crop(length - layer.get_seq_length())
-            else:
-                layer.reset()
+    def undo() -> None:
+        vars(layer).update(attributes)
+        if length:
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
-        return crop
-    attributes = dict(vars(layer))  # sliding windows: small, and replaced rather than written to
-    return lambda: vars(layer).update(attributes)
+    return undo
+
+
+def _hold_the_window_alone(layer: Any) -> None:
+    """Let a sliding window let go of the prompt that its tokens are a view of."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
+        return
+    for name in ("keys", "values"):
+        held = getattr(layer, name)
+        spare = held.untyped_storage().nbytes() - held.nbytes
+        if spare > held.nbytes // held.shape[2]:  # a step leaves one token too many
+            setattr(layer, name, held.clone())
 
 
 def _dense_counts(layer: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from kvfold.cache.layer import Appended, LayerCache
 from kvfold.eviction import QueryStatistics
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.evicting import model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
 
@@ -155,7 +156,7 @@ def measure_queries(
     places = torch.tensor(PLACES)[:, None]
     token = passages[0][:, :1].expand(len(PLACES), 1)
     model(
-        token, position_ids=places.to(token.device), past_key_values=_observed(model, check), use_cache=True,
+        token, position_ids=places.to(token.device), **cache_argument(model, _observed(model, check)), use_cache=True,
         logits_to_keep=1,
     )  # fmt: skip
     _read(model, passages, see, chunk, progress)
@@ -179,7 +180,7 @@ def _read(
         cache = _observed(model, see)
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
-            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(part, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
             progress(part.shape[1])
 
 

@@ -13,21 +13,24 @@ class FoldedHandle(Tensor):
     """Stands for keys or values that are folded: it has their shape, and no elements.
 
     transformers passes what `Cache.update` returns straight to the attention function, which takes
-    `appended` from it. If a model's own code computes with it first, it is unfolded there and then: the
-    answer is right, and `warn` is told.
+    `appended` from it, and the `backend` that is to read it. If a model's own code computes with it first, it is
+    unfolded there and then: the answer is right, and `warn` is told.
     """
 
     appended: Appended
     part: int
     warn: Callable[[str], None]
+    backend: str | None
 
     @staticmethod
-    def __new__(cls, appended: Appended, like: Tensor, part: int, warn: Callable[[str], None]) -> "FoldedHandle":
+    def __new__(
+        cls, appended: Appended, like: Tensor, part: int, warn: Callable[[str], None], backend: str | None = None
+    ) -> "FoldedHandle":
         batch, heads, _, dim = like.shape
         handle = Tensor._make_wrapper_subclass(
             cls, (batch, heads, appended.layer.columns, dim), dtype=like.dtype, device=like.device
         )
-        handle.appended, handle.part, handle.warn = appended, part, warn
+        handle.appended, handle.part, handle.warn, handle.backend = appended, part, warn, backend
         return handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -6,7 +6,7 @@ Such a model caches for each token a latent and a rotary part, shared by all hea
 that are the latent again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,34 +43,50 @@ class LatentLayer(FoldedLayer):
 
 
 def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Attention modules that expand what they cached, and whose weights for it can be read."""
+    """Attention modules that expand what they cached, by weights without a bias."""
     for module in model.modules():
-        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
-        if hasattr(module, "expand_kv") and isinstance(weight, Tensor) and weight.is_floating_point():
+        up = getattr(module, "kv_b_proj", None)
+        if hasattr(module, "expand_kv") and isinstance(up, nn.Module) and getattr(up, "bias", None) is None:
             yield module
 
 
-def leave_folded(expand: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A module's `expand_kv` that passes what is folded on to the attention function as it is."""
-
-    def expand_kv(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        return (kv_nope, k_rot) if appended_of(kv_nope, k_rot) is not None else expand(kv_nope, k_rot)
-
-    return expand_kv
+def expand_unless_folded(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """`module.expand_kv`, but what is folded goes on to the attention function as it is."""
+    if appended_of(kv_nope, k_rot) is not None:
+        return kv_nope, k_rot
+    expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, kv_nope, k_rot)
+    return expanded
 
 
 def to_latent(module: Any, query: Tensor) -> Tensor:
     """[W_kᵀ·q, rotary part] of queries (batch, heads, n, nope + rope)."""
     plain, rotary = query.split((module.qk_nope_head_dim, module.qk_rope_head_dim), -1)
-    return torch.cat((plain @ _weights(module)[:, : module.qk_nope_head_dim], rotary), -1)
+    weights = _weights(module, query)[:, : module.qk_nope_head_dim]
+    return torch.cat((plain.to(weights.dtype) @ weights, rotary.to(weights.dtype)), -1)
 
 
 def from_latent(module: Any, out: Tensor) -> Tensor:
     """W_v·c of sums of latents (batch, heads, n, rank)."""
-    return out @ _weights(module)[:, module.qk_nope_head_dim :].mT
+    weights = _weights(module, out)[:, module.qk_nope_head_dim :]
+    return out.to(weights.dtype) @ weights.mT
 
 
-def _weights(module: Any) -> Tensor:
-    """W_k and W_v of each head: (heads, nope + v, rank)."""
-    weight: Tensor = module.kv_b_proj.weight
+def _weights(module: Any, like: Tensor) -> Tensor:
+    """W_k and W_v of each head: (heads, nope + v, rank).
+
+    A plain linear layer's weight is read. What wraps it (LoRA, weights that are quantised or lie elsewhere) is called,
+    with each unit vector, on the device and in the dtype of `like`.
+    """
+    up = module.kv_b_proj
+    if type(up) is nn.Linear and not _is_wrapped(up):
+        weight = up.weight
+    else:
+        rank = module.kv_lora_rank
+        weight = up(torch.eye(rank, dtype=like.dtype, device=like.device)).mT
     return weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+
+
+def _is_wrapped(linear: nn.Linear) -> bool:
+    """Whether calling a linear layer does something else than its weight says."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    return bool(hooked) or linear.weight.is_meta or hasattr(linear, "parametrizations")

@@ -1,15 +1,16 @@
 """One folded layer as transformers sees it."""
 
+import inspect
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.cache.layer import LayerCache
+from kvfold.cache.layer import Appended, LayerCache
 from kvfold.integrations.transformers.handle import FoldedHandle
 from kvfold.kernels.graphs import outside_graphs
 
@@ -23,7 +24,11 @@ class ForwardPass:
     Attributes
     ----------
     reads_folded
-        Whether the model's attention takes handles.
+        Whether an attached model runs, whose attention takes handles.
+    backend
+        What is to read them; None for the fastest.
+    appended
+        What folded layers have appended.
     padding
         Padding columns at the left of each row; None if there are none or nobody said.
     warned
@@ -33,6 +38,8 @@ class ForwardPass:
     """
 
     reads_folded: bool = False
+    backend: str | None = None
+    appended: list[Appended] = field(default_factory=list)
     padding: Sequence[int] | None = None
     warned: set[str] | None = None
     awaited: int | None = None
@@ -43,6 +50,16 @@ class ForwardPass:
         if message not in self.warned:
             self.warned.add(message)
             logger.warning(message)
+
+
+def calling_modules() -> Iterator[nn.Module]:
+    """Modules whose methods are running, from the innermost on."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            yield caller
+        frame = frame.f_back
 
 
 class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -70,10 +87,16 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         key, value = self.as_stored(key_states, value_states)
         if self.forward_pass.reads_folded:
             appended = self.folded.append(key, value, self.forward_pass.padding)
-            warn = self.forward_pass.warn_once
-            return FoldedHandle(appended, key_states, 0, warn), FoldedHandle(appended, value_states, 1, warn)
+            self.forward_pass.appended.append(appended)
+            how = self.forward_pass.warn_once, self.forward_pass.backend
+            return FoldedHandle(appended, key_states, 0, *how), FoldedHandle(appended, value_states, 1, *how)
         if self.folded.sharpen:
             raise ValueError("sharpen = True, but this model does not read folded caches: kvfold.attach(model) first")
+        if not self.forward_pass.warned and any("_kvfold_forward" in vars(caller) for caller in calling_modules()):
+            raise RuntimeError(
+                "this model is attached, but did not find this cache among its arguments, and so does not read it "
+                "folded: give the FoldedCache itself, or kvfold.detach(model) to unfold it at each read"
+            )
         self.forward_pass.warn_once(
             "this model does not read the folded cache, so every step unfolds it into dense keys and values: "
             "answers are right, but it takes time and a dense copy of one layer. kvfold.attach(model), where it can, "

@@ -15,6 +15,7 @@ from kvfold.cache.policy import Policy
 from kvfold.formats import get_format
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer
 
@@ -68,7 +69,7 @@ def measure_losses(
     for ids in passages:
         before, tail = ids[:, :-TAIL], ids[:, -TAIL:]
         dense = FoldedCache(model.config, policy=Policy("dense"))
-        model(before, past_key_values=dense, use_cache=True, logits_to_keep=1)
+        model(before, **cache_argument(model, dense), use_cache=True, logits_to_keep=1)
         log_p = _log_p(model, tail, deepcopy(dense))
         for layer, number, format in sides:
             held = dense.layers[layer]
@@ -112,5 +113,5 @@ def _sides(model: PreTrainedModel, statistics: Calibration) -> Iterator[tuple[in
 
 
 def _log_p(model: PreTrainedModel, tail: Tensor, cache: FoldedCache) -> Tensor:
-    logits = model(tail, past_key_values=cache, use_cache=True).logits
+    logits = model(tail, **cache_argument(model, cache), use_cache=True).logits
     return logits[0].float().log_softmax(-1)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from kvfold.integrations.transformers.calls import cache_argument
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -66,7 +68,7 @@ def read_prompt(
     """
     for start in range(cache.get_seq_length(), ids.shape[1] - 1, chunk):
         part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]
-        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(part, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
         progress(part.shape[1])
 
 
@@ -85,7 +87,7 @@ def answer(
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **cache_argument(model, cache),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         streamer=streamer,

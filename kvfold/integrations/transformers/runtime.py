@@ -13,6 +13,7 @@ from kvfold.cache.report import CacheReport
 from kvfold.formats import FormatPair
 from kvfold.integrations.transformers.attach import attach, detach
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 
@@ -27,7 +28,7 @@ class TransformersRuntime:
         self.dtype = str(model.dtype).removeprefix("torch.")
 
     def __call__(self, ids: Tensor, *, past_key_values: Any, use_cache: bool = True) -> Any:
-        return self.model(ids, past_key_values=past_key_values, use_cache=use_cache)
+        return self.model(ids, **cache_argument(self.model, past_key_values), use_cache=use_cache)
 
     def attach(self) -> None:
         attach(self.model)
