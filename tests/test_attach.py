@@ -21,11 +21,11 @@ from kvfold.attention import BACKENDS
 from kvfold.formats import pair
 
 Ids = Callable[..., Tensor]
-
-pytestmark = pytest.mark.contract
 NAMES = ["past_key_values"]
 if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters:
     NAMES.append("cache")
+
+pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(autouse=True)
