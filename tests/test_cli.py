@@ -17,6 +17,7 @@ def _kvfold(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=None)
 
 
+@pytest.mark.contract
 def test_help_teaches() -> None:
     out = _kvfold("--help").stdout
     for command in ("demo", "generate", "formats"):
@@ -24,6 +25,7 @@ def test_help_teaches() -> None:
         assert "--json" in _kvfold(command, "--help").stdout
 
 
+@pytest.mark.contract
 def test_formats() -> None:
     table = _kvfold("formats").stdout
     rows = json.loads(_kvfold("formats", "--head-dim", "64", "--json").stdout)
@@ -91,11 +93,12 @@ def test_bench(tmp_path: Path) -> None:
         assert folded["held_bytes"] < dense["held_bytes"] / 8  # of float32
         assert dense["decode_ratio"] == 1
         assert folded["ms_per_token"] == pytest.approx(1000 / folded["decode_tok_s"])
-        assert dense["prefill_ms"] > dense["ms_per_token"]
+        assert dense["prefill_ms"] > 0
     assert rows[2]["held_bytes"] > 2.5 * rows[0]["held_bytes"]
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+@pytest.mark.contract
 def test_generate(tmp_path: Path) -> None:
     document = tmp_path / "doc.txt"
     document.write_text("Mary's favourite fruit is the mango. " + "It rained all day. " * 120, encoding="utf-8")
@@ -117,8 +120,7 @@ def test_demo_in_small() -> None:
     dense, folded = json.loads(run.stdout)
     assert (dense["format"], dense["bits_per_value"]) == ("dense", 32)
     assert folded["bits_per_value"] < 3
-    assert folded["ppl"] > dense["ppl"]
-    assert folded["kl_mean"] > 0 == dense["kl_mean"]
+    assert folded["kl_mean"] > 0.01 > dense["kl_mean"] == 0  # of two bits, whatever the text
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,7 @@ def test_errors_are_one_clear_line(arguments: tuple[str, ...], message: str) -> 
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.contract
 def test_forgetting(tmp_path: Path) -> None:
     """Measured, and then used, with files and options that do not fit named."""
     tria, document = str(tmp_path / "model.tria"), tmp_path / "doc.txt"

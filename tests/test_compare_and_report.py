@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_cli import _kvfold
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
@@ -42,13 +43,12 @@ def test_an_executor_agrees_with_itself() -> None:
 
 @pytest.mark.parametrize("isa", [isa for isa in cpu.INSTRUCTION_SETS if isa != "serial"][:2])
 def test_the_kernel_and_the_reference_agree_on_a_real_model(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], isa: str, monkeypatch: pytest.MonkeyPatch
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], counting: Tensor, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokenizer = demo
+    model = demo[0]
     kvfold.detach(model)
     monkeypatch.setitem(BACKENDS, "cpu", partial(cpu.attend_rows, instruction_set=isa))
-    ids = tokenizer(kvfold.evaluate.standard_text()[:2500], return_tensors="pt").input_ids
-    result = compare(model, ids, "centred-4", (Executor(backend="reference"), Executor()), generate=8)
+    result = compare(model, counting, "centred-4", (Executor(backend="reference"), Executor()), generate=8)
     assert result.layers[0].key_match == result.layers[0].value_match == 1
     assert min(layer.hidden_cosine for layer in result.layers) > 0.999
     assert result.first_divergence is None
@@ -57,11 +57,12 @@ def test_the_kernel_and_the_reference_agree_on_a_real_model(
         assert min(layer.value_match for layer in result.layers) > 0.99
 
 
-def test_float32_and_bfloat16_agree_on_a_real_model(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
-    model, tokenizer = demo
+def test_float32_and_bfloat16_agree_on_a_real_model(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor
+) -> None:
+    model = demo[0]
     kvfold.detach(model)
-    ids = tokenizer(kvfold.evaluate.standard_text()[:1500], return_tensors="pt").input_ids
-    result = compare(model, ids, "centred-4", (Executor("float32"), Executor("bfloat16")), generate=2)
+    result = compare(model, text_ids[:, :350], "centred-4", (Executor("float32"), Executor("bfloat16")), generate=2)
     assert result.layers[0].key_match > 0.8  # before errors of earlier layers
     assert result.layers[0].value_match > 0.97
     assert min(layer.hidden_cosine for layer in result.layers) > 0.99
@@ -97,6 +98,7 @@ class _Page(HTMLParser):
                 self.fetched.append(f"{tag} {name}={value}")
 
 
+@pytest.mark.contract
 def test_report(tmp_path: Path) -> None:
     """From rows that the commands really wrote to a page that fetches nothing."""
     files = []
@@ -180,6 +182,7 @@ def test_report_errors(tmp_path: Path, content: str | None, message: str) -> Non
         render(Results.read([path]))
 
 
+@pytest.mark.contract
 def test_plan_draws(tmp_path: Path) -> None:
     plot = tmp_path / "plan.svg"
     run = _kvfold("plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--plot", str(plot))

@@ -22,6 +22,7 @@ def test_text_is_long_enough() -> None:
     assert len(standard_text()) > 400_000
 
 
+@pytest.mark.contract
 def test_quality(demo: Demo, text_ids: Tensor) -> None:
     """One passage of the protocol: the published method is faithfully there, and the default is far better."""
     model, _ = demo
@@ -64,6 +65,7 @@ def test_held_bits_at_4096_tokens(demo: Demo, format: str, most: float, dtype: t
     assert cache.report().values == 30 * 2 * 3 * 64 * 4096
 
 
+@pytest.mark.contract
 def test_answers_in_bfloat16(demo: Demo) -> None:
     model, tokenizer = demo
     ids = tokenizer("The capital of France is Paris. The capital of Italy is", return_tensors="pt").input_ids

@@ -177,6 +177,7 @@ def _logits(model: PreTrainedModel, cache: transformers.Cache, ids: Tensor) -> T
     return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("format", "bound"),
     [("tbq3", 0.1), ("tbq4", 0.03), ("tbqp3", 0.3), ("tbqp4", 0.1), ("q8_0", 1e-4), ("kvfold-4", 1e-4),
@@ -264,6 +265,7 @@ def test_latents_that_a_format_does_not_take(format: str, bound: float, told: py
 # Sharpening
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "format"), [(256, "tbqp3:tbq3"), (64, "tbq4:tbq3")])
 def test_scores_are_sharpened_by_the_number_of_tokens(head_dim: int, format: str, dtype: torch.dtype) -> None:

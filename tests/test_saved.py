@@ -71,6 +71,7 @@ def _goes_on_alike(model: PreTrainedModel, cache: FoldedCache, path: Path, more:
 
 
 class TestGoingOn:
+    @pytest.mark.contract
     @pytest.mark.parametrize("format", FORMATS)
     def test_real_model(
         self, demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path, format: str
@@ -120,6 +121,7 @@ class TestGoingOn:
         assert loaded.layers[1].folded.window == Window(20, 40, 10)
         assert loaded.layers[1].folded.groups[0].rows.tail[0].dtype == torch.float32
 
+    @pytest.mark.contract
     def test_padded_batch(self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         """Rows start at columns of their own, one of them only after the cache was saved."""
         ids, mask = random_ids(4, 330), torch.ones(4, 330, dtype=torch.long)
@@ -179,6 +181,7 @@ class TestGoingOn:
         more = random_ids(1, 20, seed=2)
         assert torch.equal(_logits(llama, more, cache), _logits(llama, more, loaded))
 
+    @pytest.mark.contract
     def test_speculation_over_sliding_windows(self, random_ids: Ids, tmp_path: Path) -> None:
         model = tiny_model("gemma3")
         kvfold.attach(model)
@@ -213,6 +216,7 @@ class TestGoingOn:
         loaded = _goes_on_alike(tiny, cache, tmp_path / "cache", random_ids(1, 100))
         assert loaded.layers[-1].folded.format == "kvfold-3"
 
+    @pytest.mark.contract
     def test_without_attach(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         kvfold.detach(llama)
         cache = FoldedCache(llama.config, "kvfold-3")
@@ -274,6 +278,7 @@ class TestGoingOn:
 
 
 class TestFile:
+    @pytest.mark.contract
     def test_is_a_safetensors_file_with_nothing_unused(
         self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path
     ) -> None:
@@ -412,6 +417,7 @@ class TestModel:
         del model
         assert loaded.origin.fingerprint() == known
 
+    @pytest.mark.contract
     def test_by_its_config(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         cache = FoldedCache(llama.config)
         cache.save(tmp_path / "cache")
@@ -431,6 +437,7 @@ class TestModel:
             with pytest.raises(ValueError, match=rf"config.{name} = .* give the config of the model that filled it"):
                 FoldedCache.load(tmp_path / "cache", other)
 
+    @pytest.mark.contract
     def test_that_transformers_does_not_know(self, llama: PreTrainedModel, tmp_path: Path) -> None:
         cache = FoldedCache(llama.config)
         cache.save(tmp_path / "cache")

@@ -23,7 +23,7 @@ from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.operator import append_and_attend
 
 Ids = Callable[..., Tensor]
-FORMATS = ["centred-4", "turboquant-4", "kvfold-3"]
+FORMATS = ["centred-4", "turboquant-4", pytest.param("kvfold-3", marks=pytest.mark.contract)]
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +169,7 @@ class TestContract:
 
 
 class TestLayers:
+    @pytest.mark.contract
     @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
     def test_sliding_layers_stay_dense(self, name: str, random_ids: Ids) -> None:
         from conftest import tiny_model
@@ -184,6 +185,7 @@ class TestLayers:
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         assert sliding.values == 2 * heads * dim * (model.config.sliding_window - 1)
 
+    @pytest.mark.contract
     def test_policy(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         policy = Policy("centred-4", dense_first=1, exceptions=[(3, "turboquant-4:turboquant-2")])
         cache = FoldedCache(llama.config, policy=policy)
@@ -206,6 +208,7 @@ class TestLayers:
         assert cache.bits_per_value() == 8 * report.held_bytes / report.values
         assert report.to_json()["layers"][0]["held_bytes"] == report.layers[0].held_bytes
 
+    @pytest.mark.contract
     def test_padding_takes_no_room(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         ids, mask = random_ids(2, 400), torch.ones(2, 400, dtype=torch.long)
         mask[1, :290] = 0
@@ -234,6 +237,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="encoder-decoder"):
             FoldedCache(transformers.T5Config())
 
+    @pytest.mark.contract
     def test_another_config(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         from conftest import tiny_model
 
@@ -248,6 +252,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="layer_idx = 2, but this cache was made for a config with 2 layers"):
             llama(random_ids(1, 5), past_key_values=FoldedCache(short))
 
+    @pytest.mark.contract
     def test_dtype(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         cache = FoldedCache(llama.config)
         llama(random_ids(1, 50), past_key_values=cache)
@@ -328,6 +333,7 @@ class TestErrors:
         assert llama(random_ids(1, 5), past_key_values=cache).logits.isfinite().all()
 
 
+@pytest.mark.contract
 class TestPadding:
     """Padding belongs to the rows that it came with, however a call spells it."""
 
@@ -379,6 +385,7 @@ class TestPadding:
         assert cache.layers[0].folded.value_count == 2 * 2 * 64 * 160
 
 
+@pytest.mark.contract
 class TestOtherModels:
     def test_nothing_folds(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "kvfold"):
@@ -441,6 +448,7 @@ class TestOtherModels:
         assert cache.layers[0].folded.value_count == 2 * 64 * 100
 
 
+@pytest.mark.contract
 def test_a_prefix_is_read_once_and_continued_often(llama: PreTrainedModel, random_ids: Ids) -> None:
     """Deep and pickled copies of a filled cache go on like the original, which stays as it was."""
     prefix = FoldedCache(llama.config)
@@ -457,6 +465,7 @@ def test_a_prefix_is_read_once_and_continued_often(llama: PreTrainedModel, rando
     assert prefix.held_bytes() == held
 
 
+@pytest.mark.contract
 def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, random_ids: Ids) -> None:
     """GPT-J computes attention itself: it cannot be attached, and runs on the unfolded cache."""
     torch.manual_seed(0)
@@ -476,6 +485,7 @@ def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixt
     torch.testing.assert_close(folded, dense, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.contract
 class TestCompiled:
     """Models under torch.compile."""
 
@@ -662,6 +672,7 @@ class TestCompiled:
         torch.library.opcheck(append_and_attend, call, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("format", ["centred-4", "turboquant-4"])  # folded by page, and token by token
 def test_handles_that_come_back_are_unfolded(format: str) -> None:
     """A model that appends to another layer what it read."""

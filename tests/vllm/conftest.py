@@ -1,8 +1,6 @@
 """The engine's environment, texts, and small models that show what SmolLM2 cannot."""
 
-import heapq
 import os
-import textwrap
 from pathlib import Path
 
 # vLLM reads these when it is imported, and its processes inherit them.
@@ -21,10 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvfold
 from kvfold.evaluate import split_passages
 from kvfold.integrations.models import demo_folder
-from kvfold.integrations.text import standard_text
 from kvfold.integrations.transformers import calibrate
 
 torch.set_grad_enabled(False)
+
+DATA = Path(__file__).parents[1] / "data"
+"""Texts of tests: frozen, as figures hang on them."""
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def demo_model(smollm2: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def calibration(demo_model: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path_factory) -> Path:
     """A calibration file of SmolLM2."""
     model, tokenizer = demo_model
-    ids = tokenizer(standard_text(), return_tensors="pt").input_ids
+    ids = tokenizer((DATA / "prose.txt").read_text(), return_tensors="pt").input_ids
     path = tmp_path_factory.mktemp("calibration") / "smollm2.safetensors"
     calibrate(model, split_passages(ids, 512, 2)).save(path)
     return path
@@ -55,15 +55,14 @@ def calibration(demo_model: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp
 def prompts(demo_model: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[list[int]]:
     """Twenty prompts as token ids: questions, prose to go on with, and code, 5 to about 600 tokens."""
     tokenizer = demo_model[1]
-    prose = tokenizer(standard_text()).input_ids
-    code = tokenizer(Path(heapq.__file__).read_text() + Path(textwrap.__file__).read_text()).input_ids
+    prose, code = (tokenizer((DATA / name).read_text()).input_ids for name in ("prose.txt", "code.txt"))
 
     def chat(text: str) -> list[int]:
         messages = [{"role": "user", "content": text}]
         words = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tokenizer(words).input_ids
 
-    document = tokenizer.decode(prose[61_000:61_520])
+    document = tokenizer.decode(prose[12_000:12_520])
     return [
         chat("What is the capital of France?"),
         chat("Write three sentences about the sea."),
@@ -73,18 +72,18 @@ def prompts(demo_model: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list
         chat(f"{document}\n\nSay in two sentences what this text is about."),
         tokenizer("Once upon a time there").input_ids,
         tokenizer("The three primary colours are").input_ids,
-        prose[20_000:20_017],
-        prose[25_000:25_063],
-        prose[30_000:30_064],
-        prose[35_000:35_065],
-        prose[40_000:40_128],
-        prose[45_000:45_200],
-        prose[50_000:50_310],
-        prose[55_000:55_600],
+        prose[3_000:3_017],
+        prose[4_000:4_063],
+        prose[5_000:5_064],
+        prose[6_000:6_065],
+        prose[7_000:7_128],
+        prose[8_000:8_200],
+        prose[9_000:9_310],
+        prose[10_000:10_600],
         tokenizer("def fibonacci(n):\n    ").input_ids,
-        code[1_000:1_090],
-        code[2_000:2_256],
-        code[3_500:3_950],
+        code[200:290],
+        code[900:1_156],
+        code[2_000:2_450],
     ]
 
 

@@ -10,10 +10,6 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-TIE = 0.15
-"""Log-probabilities that are closer are a tie: a number at the boundary between two codes falls to either, by rounding
-in the seventh digit, which moves SmolLM2's log-probabilities by .03 as a rule."""
-
 
 @contextmanager
 def engine(

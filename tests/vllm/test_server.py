@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             return False
 
     try:
-        _wait(is_up, 240, own)
+        _wait(is_up, 600, own)
         yield own
     finally:
         process.terminate()
@@ -157,7 +157,7 @@ def test_metrics_tell_of_the_folded_cache(server: Server) -> None:
     body = {"model": "smollm2", "prompt": "The sea is blue and deep. " * 100, "max_tokens": 2, "temperature": 0}
     pages = server.post("/v1/completions", body)["usage"]["prompt_tokens"] // 64
     assert pages >= 9
-    _wait(lambda: server.metric("kvfold:folds_total") >= before + pages * layers, 10, server)
+    _wait(lambda: server.metric("kvfold:folds_total") >= before + pages * layers, 60, server)
 
 
 def test_a_stream_that_nobody_reads_is_ended(server: Server) -> None:
@@ -166,11 +166,11 @@ def test_a_stream_that_nobody_reads_is_ended(server: Server) -> None:
     )
     for _, _chunk in zip(range(5), stream, strict=False):
         pass
-    _wait(lambda: server.metric("kvfold:used_bytes") > 0, 10, server)
+    _wait(lambda: server.metric("kvfold:used_bytes") > 0, 60, server)
     stream.close()
-    _wait(lambda: server.metric("vllm:num_requests_running") == 0, 10, server)
+    _wait(lambda: server.metric("vllm:num_requests_running") == 0, 60, server)
     test_chat_answers(server)
-    _wait(lambda: server.metric("kvfold:used_bytes") == 0, 10, server)
+    _wait(lambda: server.metric("kvfold:used_bytes") == 0, 60, server)
 
 
 def test_when_its_worker_dies_the_server_ends_and_says_so(server: Server) -> None:
