@@ -1,32 +1,21 @@
 """kvfold keeps an LLM's KV cache folded to 2-4 bits a value, and attention reads it folded."""
 
-from kvfold.cache.calibration import Calibration
-from kvfold.cache.policy import Policy
-from kvfold.cache.token_store import TokenStore
-from kvfold.eviction import QueryStatistics, SnapKV, StreamingLLM, TriAttention
-from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
-from kvfold.integrations.models import demo_model, load_model
-from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach, measure_losses, measure_queries
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "FORMATS",
-    "PRESETS",
-    "Calibration",
-    "FoldedCache",
-    "Policy",
-    "QueryStatistics",
-    "SnapKV",
-    "StreamingLLM",
-    "TokenStore",
-    "TriAttention",
-    "attach",
-    "calibrate",
-    "demo_model",
-    "detach",
-    "get_format",
-    "get_formats",
-    "load_model",
-    "measure_losses",
-    "measure_queries",
-]
+if TYPE_CHECKING:
+    from kvfold.api import *  # noqa: F403
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What is in `kvfold.api`: with it come torch and transformers, which `kvfold --version` does without."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    api = import_module("kvfold.api")
+    return globals()[name] if name in globals() else getattr(api, name)  # a submodule that is there now, or a name
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("kvfold.api").__all__})

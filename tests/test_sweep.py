@@ -129,11 +129,11 @@ def test_a_corrupt_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for i in range(3):
         append_row(path, {"i": i})
-    assert [row["i"] for row in open_rows(path)] == [0, 1, 2]
+    assert [row["i"] for row in open_rows(path, {})] == [0, 1, 2]
     content = path.read_text().replace('{"i": 1}', '{"i": 1')
     path.write_text(content)
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2: not a row of results .* The 1 rows before it are whole"):
-        open_rows(path)
+        open_rows(path, {})
     run = _kvfold("sweep", "--out", str(path))
     assert (run.returncode, "line 2" in run.stderr) == (1, True)
     assert path.read_text() == content
@@ -141,15 +141,15 @@ def test_a_corrupt_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     assert read_rows(path.with_name("unicode.jsonl")) == [{"answer": "a\u2028b\x85c"}]
     cut = path.with_name("cut.jsonl")
     cut.write_bytes('{"i": 0}\n{"answer": "한'.encode()[:-1])  # cut in the middle of a letter
-    assert open_rows(cut) == [{"i": 0}]
+    assert open_rows(cut, {}) == [{"i": 0}]
     assert cut.read_text() == '{"i": 0}\n'
     notes = path.with_name("notes.txt")
     notes.write_text("not ours")
     with pytest.raises(ValueError, match=r"notes.txt, line 1: not a row of results"):
-        open_rows(notes)
+        open_rows(notes, {})
     assert notes.read_text() == "not ours"
     path.write_text('{"i": 0}\n{"i": 1}')  # whole, only its newline is missing
-    assert len(open_rows(path)) == 2
+    assert len(open_rows(path, {})) == 2
     append_row(path, {"i": 2})
     assert [row["i"] for row in read_rows(path)] == [0, 1, 2]
 

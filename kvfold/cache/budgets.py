@@ -27,7 +27,7 @@ MOST = 5
 """Most bits that a side is raised to: of formats up to `kvfold-5`, CPU kernels multiply codes as integers, and others
 take several times as long (docs/performance.md). Sides that have so many by their name, or more, keep those."""
 
-_FAMILY = re.compile(r"kvfold-(\d)(@\d+)?")
+_FAMILY = re.compile(r"kvfold-([1-8])(@[0-9]+)?")
 
 
 class Side(NamedTuple):

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvfold.cache.saved import replacing
+from kvfold.cache.files import replacing
 from kvfold.formats import KeyStatistics
 
 KIND = "kvfold-calibration-1"
@@ -151,7 +151,7 @@ class Calibration:
                 if about.pop("kind", None) != KIND:
                     raise ValueError(f"calibration = {str(path)!r}: of another kind; kvfold calibrate makes one")
                 for key in file.keys():  # noqa: SIM118
-                    match = re.fullmatch(r"layers\.(\d+)\.(\w+)", key)
+                    match = re.fullmatch(r"layers\.(0|[1-9][0-9]{0,4})\.(\w+)", key)
                     if match is None or match[2] not in (*NAMES, "loss"):
                         raise ValueError(damaged)
                     parts.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(key)
@@ -161,6 +161,8 @@ class Calibration:
         for tensors in parts.values():
             shapes = {tensor.shape for tensor in tensors.values()}
             if len(tensors) != len(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2:
+                raise ValueError(damaged)
+            if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
                 raise ValueError(damaged)
             if any(not tensor.isfinite().all() or (tensor < 0).any() for tensor in tensors.values()):
                 raise ValueError(damaged)

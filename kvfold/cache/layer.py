@@ -20,9 +20,7 @@ from kvfold.kernels.modes import in_no_mode
 from kvfold.quant.finite import finite
 
 LARGEST_SAVED = 2**20
-"""A file that asks for more rows or heads, or for a wider window, is refused before it gets the memory."""
-LARGEST_SAVED_PAGE = 2**16
-"""So is one that asks for longer pages."""
+"""A file that asks for more rows or heads is refused before it gets the memory."""
 
 
 @dataclass(eq=False)
@@ -599,7 +597,7 @@ class LayerCache:
         dense_dtype = None if saved.lacks("dense_dtype") else saved.dtype("dense_dtype")
         window = None
         if not saved.lacks("window"):
-            window = Window(*saved.numbers("window", 3, most=LARGEST_SAVED))
+            window = Window(*saved.numbers("window", 3))
         statistics = None
         if saved.take("calibrated", bool):
             variance = saved.tensor("key_variance", FLOATS.values(), (None, None))
@@ -632,8 +630,6 @@ class LayerCache:
         if dtype != self.dense_dtype and (self.dense_dtype is not None or dtype.itemsize != 2):
             raise ValueError(f"{saved.where}dtype is {dtype}, which dense_dtype = {self.dense_dtype} does not make")
         unfitted = self.formats_of(key_dim, value_dim)
-        if unfitted.keys.page_size > LARGEST_SAVED_PAGE:
-            raise ValueError(f"{saved.where}format is {self.format!r}, with pages of over {LARGEST_SAVED_PAGE} tokens")
         key, value = (torch.empty(batch, kv_heads, 0, dim, dtype=dtype) for dim in (key_dim, value_dim))
         self._like, self._formats = (key, value), self._fitted(unfitted, key)
         taken: set[int] = set()

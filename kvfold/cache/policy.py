@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvfold.formats import Window, check_names
+from kvfold.formats.numbers import LARGEST, whole
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("dense_first", "dense_last"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: give a number of layers, 0 or more")
+            whole(name, getattr(self, name))
+        for index, _ in self.exceptions:
+            whole("exceptions: layer", index, least=-LARGEST)
+        if self.window is not None and not isinstance(self.window, Window):
+            raise ValueError(f"window = {self.window!r}: give a kvfold.formats.Window, or None")
         for format in (self.format, *(format for _, format in self.exceptions)):
             if format != "dense":
                 check_names(format)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read only if not one bit of them has changed.
+"""Files that are read only if not one bit of them has changed.
 
 A file is a safetensors file. Its metadata say its kind and version, hold plain data as JSON, and a SHA-256 of the whole
 file, taken with zeros in the place of the checksum's own digits. Who loads trusts nothing beyond that: a checksum is no
@@ -11,20 +11,20 @@ import json
 import mmap
 import os
 import re
-import secrets
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version as package_version
 from math import prod
-from pathlib import Path
 from reprlib import repr as short
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from kvfold.cache.files import check_input, replacing_path
+from kvfold.formats.numbers import LARGEST
 
 T = TypeVar("T")
 
@@ -32,9 +32,6 @@ FLOATS = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 """Floating-point dtypes by torch's names."""
-
-LARGEST = 2**31 - 1
-"""No number of tokens, rows, heads or channels is larger, so that products of four fit 64 bits where one is 0."""
 
 _UNKNOWN = "0" * 64
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')  # no part of a string: in JSON, quotes there are escaped
@@ -135,49 +132,6 @@ class Contents:
             raise ValueError(f"{self.where}{left[0]} has no place here")
 
 
-@contextmanager
-def replacing_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Path of a new, empty file, that takes the place of `path` when the block ends and all of it is on the disk.
-
-    If anything fails, the new file is gone and what was at `path` is as it was.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written; FileNotFoundError if there is no such folder.
-    """
-    target = Path(os.path.realpath(path))  # what a link points to is replaced, not the link
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"path = {str(path)!r}: there is no such folder")
-    scratch = target.with_name(f".{secrets.token_hex(8)}.part")
-    try:
-        scratch.touch(exist_ok=False)
-        # Who must not read the old file must not read the new one, nor what is yet of it.
-        mode = (target if target.is_file() else scratch).stat().st_mode
-        scratch.chmod(0o600)
-        yield scratch
-        with open(scratch, "r+b") as file:
-            scratch.chmod(mode)
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    except BaseException as error:
-        with suppress(OSError):
-            scratch.unlink()
-        if isinstance(error, OSError):
-            why = error.strerror or str(error)
-            raise OSError(
-                error.errno, f"path = {str(path)!r} was not written, and what was there is as it was: {why}"
-            ) from error
-        raise
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """As `replacing_path`, but open for writing."""
-    with replacing_path(path) as scratch, open(scratch, "wb") as file:
-        yield file
-
-
 def write(path: str | os.PathLike[str], kind: str, version: int, contents: Contents) -> None:
     """Write `contents` into a file of kind `kind`, whole or not at all; tensors may lie anywhere.
 
@@ -228,8 +182,7 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> Contents:
     ValueError
         If it is of another kind or version, or damaged.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"path = {str(path)!r}: there is no such file")
+    check_input(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
             metadata = check(raw, kind, version)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
+from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 
 
 class TokenStore:
@@ -32,9 +33,9 @@ class TokenStore:
     """
 
     def __init__(self, format: str, layers: int, kv_heads: int, head_dim: int) -> None:
-        for name, number in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-            if number < 1:
-                raise ValueError(f"{name} = {number}: give 1 or more")
+        for name, number in (("layers", layers), ("kv_heads", kv_heads)):
+            whole(name, number, 1, MOST_OF_A_MODEL)
+        whole("head_dim", head_dim, 1)
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.layers = [LayerCache(format, index) for index in range(layers)]
         for layer in self.layers:

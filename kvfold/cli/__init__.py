@@ -1,56 +1,20 @@
 """The `kvfold` command: thin commands over the public API."""
 
-import logging
 import sys
-import warnings
 
-import typer
-from rich.console import Console
-from rich.markup import escape
-
-from kvfold.cli.bench import bench
-from kvfold.cli.calibrate import calibrate
-from kvfold.cli.compare import compare
-from kvfold.cli.convert import convert
-from kvfold.cli.demo import demo
-from kvfold.cli.eval import evaluate
-from kvfold.cli.formats import formats
-from kvfold.cli.generate import generate
-from kvfold.cli.plan import plan_command
-from kvfold.cli.report import report
-from kvfold.cli.serve import serve
-from kvfold.cli.sweep import sweep
-from kvfold.cli.tasks import tasks
-
-app = typer.Typer(
-    name="kvfold",
-    help="Keep an LLM's KV cache folded to 2-4 bits a value, and let attention read it folded.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(demo)
-app.command()(generate)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-app.command()(calibrate)
-app.command("eval")(evaluate)
-app.command()(bench)
-app.command()(sweep)
-app.command()(tasks)
-app.command()(compare)
-app.command()(report)
-app.command("plan")(plan_command)
-app.command()(formats)
-app.command()(convert)
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main() -> None:
-    """Run the command line; errors that a user can mend are one line on stderr, exit status 1."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("kvfold").setLevel(logging.INFO)
-    warnings.filterwarnings("ignore", module="transformers")
+    """Run the command line, `sys.argv`.
+
+    What a user can mend is one line on stderr, with exit status 1, or 2 if the arguments are not understood. A fault of
+    kvfold's own is one line, too, that says so; with KVFOLD_TRACEBACK=1 every error comes with its traceback.
+    """
     try:
-        app()
-    except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        from kvfold.cli.errors import run  # what it imports takes seconds, in which Ctrl-C is heard already
+
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -1,6 +1,6 @@
 """`kvfold bench`: speed and memory of a model with dense and folded caches."""
 
-import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +9,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, listed_integers, listed_names, parse_dtype, read_text, token_progress
+from kvfold.cli.options import (
+    Json,
+    Model,
+    TextFile,
+    formats_beside_dense,
+    listed_integers,
+    parse_dtype,
+    print_json,
+    text_of,
+    token_progress,
+)
 from kvfold.evaluate import plots
 from kvfold.evaluate.speed import SpeedRow, measure_speed
-from kvfold.formats import check_names
+from kvfold.formats.numbers import LARGEST, whole
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import attach
 
@@ -21,12 +31,10 @@ def bench(
     model: Model = "smollm2",
     formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = "kvfold-4,kvfold-2",
     contexts: Annotated[str, typer.Option(help="Lengths of prompts in tokens, separated by commas.")] = "512,2048,7900",
-    new: Annotated[int, typer.Option(min=2, help="Tokens to decode after each prompt.")] = 32,
+    new: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens to decode after each prompt.")] = 32,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
-    ] = None,
+    text: TextFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw speed and memory over contexts into this .png, .svg or .pdf.")
     ] = None,
@@ -38,15 +46,14 @@ def bench(
     turns, so that both see the same machine; ratio the dense step over the folded one; overall the new tokens over all
     time, in tok/s. held is every byte that the cache owns, peak how much the process grew while it read the prompt.
     """
-    names, lengths = listed_names(formats), listed_integers("contexts", contexts)
-    for name in names:
-        check_names(name)
+    names, lengths = formats_beside_dense(formats), listed_integers("contexts", contexts)
     if not lengths:
         raise ValueError(f"contexts = {contexts!r}: give at least one length")
-    plots.check(plot)
+    plots.check(plot, (text, model))
     weights = parse_dtype(dtype)
-    words = read_text(text)
+    words = text_of(text)
     if threads is not None:
+        whole("threads", threads, 1, os.cpu_count() or 1)
         torch.set_num_threads(threads)
     network, tokenizer = load_model(model, weights)
     attach(network)
@@ -57,7 +64,7 @@ def bench(
     if plot is not None:
         plots.save(plots.speed(rows), plot)
     if as_json:
-        print(json.dumps([row.to_json(model=model, dtype=str(network.dtype)) for row in rows], indent=2))
+        print_json([row.to_json(model=model, dtype=str(network.dtype)) for row in rows])
         return
     _print(rows, model, network.dtype)
 

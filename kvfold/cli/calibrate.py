@@ -1,6 +1,5 @@
 """`kvfold calibrate`: measure a model's keys and queries once, for all prompts."""
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,12 @@ from rich.table import Table
 
 from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import LOSS_BITS, Calibration
+from kvfold.cache.files import check_output
 from kvfold.cache.policy import Policy
-from kvfold.cli.options import Json, Model, parse_dtype, read_text, token_progress
+from kvfold.cli.options import Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
 from kvfold.evaluate import split_passages
 from kvfold.evaluate.quality import versions
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
 from kvfold.integrations.text import text_sha256
 from kvfold.integrations.transformers import calibrate as measure
@@ -34,13 +35,13 @@ def calibrate(
     eviction: Annotated[
         bool, typer.Option("--eviction", help="Measure queries before RoPE instead, for TriAttention: a TRIA file.")
     ] = False,
-    text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
-    ] = None,
+    text: TextFile = None,
     passage: Annotated[
-        int, typer.Option(min=64, help=f"Tokens of each passage; {FEWEST} or more for budgets.")
+        int, typer.Option(min=64, max=LARGEST, help=f"Tokens of each passage; {FEWEST} or more for budgets.")
     ] = 1_024,
-    passages: Annotated[int, typer.Option(min=1, help="How many passages, spread evenly over the text.")] = 4,
+    passages: Annotated[
+        int, typer.Option(min=1, max=LARGEST, help="How many passages, spread evenly over the text.")
+    ] = 4,
     budgets: Annotated[
         bool,
         typer.Option(help="Also measure what folding each layer costs, two short passes a layer and passage."),
@@ -67,10 +68,9 @@ def calibrate(
     kvfold generate --model FOLDER --eviction model.tria --budget 2048 --file long.txt --prompt "What of it matters?"
     """
     weights = parse_dtype(dtype)
-    words = read_text(text)
+    words = text_of(text)
     out = out or Path("queries.tria" if eviction else "calibration.safetensors")
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"out = {str(out)!r}: give the name of a file in a folder that exists")
+    check_output(out, "out", (text, model))
     if budgets and not eviction and passage < FEWEST:
         raise ValueError(
             f"passage = {passage}: costs are measured on {FEWEST} tokens or more; give that, or --no-budgets"
@@ -103,7 +103,7 @@ def calibrate(
     tokens = sum(part.shape[1] for part in parts)
     if as_json:
         about = {"model": model, "out": str(out), "layers": layers, "tokens": tokens, "text_sha": text_sha256(words)}
-        print(json.dumps(about | {"losses": rows, "versions": versions()}, indent=2))
+        print_json(about | {"losses": rows, "versions": versions()})
         return
     if rows:
         _print(rows)

@@ -1,18 +1,17 @@
 """`kvfold compare`: the same prompt through two executors."""
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, read_text, token_progress
+from kvfold.cli.options import Json, Model, TextFile, check_format, print_json, text_of, token_progress
 from kvfold.evaluate.compare import Executor
 from kvfold.evaluate.compare import compare as compare_executors
 from kvfold.evaluate.quality import split_passages, versions
-from kvfold.formats import DEFAULT, check_names
+from kvfold.formats import DEFAULT
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
 from kvfold.integrations.text import text_sha256
 
@@ -22,11 +21,9 @@ def compare(
     b: Annotated[str, typer.Argument(help="Another.")] = "bfloat16",
     model: Model = "smollm2",
     format: Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")] = DEFAULT,
-    text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 1_024,
-    generate: Annotated[int, typer.Option(min=1, help="Tokens to write greedily after it.")] = 64,
+    text: TextFile = None,
+    tokens: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of the text to read.")] = 1_024,
+    generate: Annotated[int, typer.Option(min=1, max=LARGEST, help="Tokens to write greedily after it.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Run one prompt through two executors and say where they part.
@@ -40,9 +37,9 @@ def compare(
 
     kvfold compare float32/cpu float32/cuda --format turboquant-4
     """
-    check_names(format)
+    check_format(format)
     executors = (Executor.parse(a), Executor.parse(b))
-    words = read_text(text)
+    words = text_of(text)
     network, tokenizer = load_model(model, None)
     (ids,) = split_passages(tokenizer(words, return_tensors="pt").input_ids, tokens, 1)
     with token_progress() as progress:
@@ -55,7 +52,7 @@ def compare(
         about = {
             "model": model, "text_sha": text_sha256(words), "format": format, "executors": names, "versions": versions()
         }  # fmt: skip
-        print(json.dumps(result.to_json(**about), indent=2, ensure_ascii=False))
+        print_json(result.to_json(**about))
         return
     console = Console()
     table = Table(title=f"{model}, {format}: {names[0]} and {names[1]}, {tokens:,} tokens")
@@ -63,7 +60,7 @@ def compare(
         table.add_column(column, justify="right")
     for row in result.layers:
         table.add_row(
-            str(row.layer), _share(row.key_match), _share(row.value_match),
+            str(row.layer), _share(row.key_match, row.key_bits), _share(row.value_match, row.value_bits),
             "–" if row.scale_error is None else f"{row.scale_error:.1e}",
             f"{row.hidden_cosine:.6f}", f"{row.hidden_cosine_min:.6f}",
         )  # fmt: skip
@@ -76,5 +73,8 @@ def compare(
         console.print(f"{name}: {tokenizer.decode(written)!r}", highlight=False, markup=False)
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2%}"
+def _share(value: float | None, bits: tuple[float, float] | None) -> str:
+    """A share, and the bits where the two have others."""
+    if value is None or bits is None:
+        return "–"
+    return f"{value:.2%}" if bits[0] == bits[1] else f"{bits[0]:.3g} and {bits[1]:.3g} bits"

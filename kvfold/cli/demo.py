@@ -1,6 +1,5 @@
 """`kvfold demo`: one model, one document, one question, dense and folded."""
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -10,9 +9,9 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from kvfold.cache.report import held_bytes
-from kvfold.cli.options import Json, Model, parse_dtype, token_progress
+from kvfold.cli.options import Json, Model, formats_beside_dense, parse_dtype, print_json, token_progress
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
-from kvfold.formats import check_names
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.prompt import answer, prompt_ids
@@ -25,8 +24,8 @@ def demo(
     formats: Annotated[str, typer.Option(help="Formats to compare, separated by commas.")] = (
         "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3"
     ),
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the document.")] = 4_096,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 48,
+    tokens: Annotated[int, typer.Option(min=256, max=LARGEST, help="Tokens of the document.")] = 4_096,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Longest answer.")] = 48,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
 ) -> None:
@@ -36,9 +35,7 @@ def demo(
     prediction is compared with the dense cache's: PPL is perplexity, KL the mean divergence a token. Held MB counts
     every tensor that the cache owns.
     """
-    names = formats.split(",")
-    for name in names:
-        check_names(name)
+    names = formats_beside_dense(formats)
     console = Console(stderr=True)
     with console.status("loading the model"):
         network, tokenizer = load_model(model, parse_dtype(dtype))
@@ -82,7 +79,7 @@ def demo(
             }
         )
     if as_json:
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print_json(rows)
         return
     _print(rows, model, QUESTION)
 

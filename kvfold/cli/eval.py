@@ -1,7 +1,5 @@
 """`kvfold eval`: what formats cost a model, on a text."""
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,15 +12,18 @@ from kvfold.cli.options import (
     Json,
     Model,
     RuntimeName,
+    TextFile,
     check_runtime,
+    formats_beside_dense,
     listed_integers,
     load_runtime,
     parse_dtype,
-    read_text,
+    print_json,
+    text_of,
     token_progress,
 )
 from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
-from kvfold.formats import check_names
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.text import text_sha256
 
 
@@ -32,11 +33,9 @@ def evaluate(
     formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
         "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3,turboquant-2"
     ),
-    text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file; by default the language reference in Python's library.")
-    ] = None,
-    passage: Annotated[int, typer.Option(help="Tokens of each passage, read with a fresh cache.")] = 1_024,
-    passages: Annotated[int, typer.Option(help="How many passages, spread evenly over the text.")] = 4,
+    text: TextFile = None,
+    passage: Annotated[int, typer.Option(max=LARGEST, help="Tokens of each passage, read with a fresh cache.")] = 1_024,
+    passages: Annotated[int, typer.Option(max=LARGEST, help="How many passages, spread evenly over the text.")] = 4,
     offsets: Annotated[
         str | None, typer.Option(help="Where passages start, in tokens, separated by commas; instead of --passages.")
     ] = None,
@@ -52,13 +51,11 @@ def evaluate(
     in nats; top-1 the share of tokens where both predict the same; bits a value counts every byte held at the end of
     a passage.
     """
-    names = formats.split(",")
-    for name in names:
-        check_names(name)
+    names = formats_beside_dense(formats)
     weights = parse_dtype(dtype)
     starts = None if offsets is None else listed_integers("offsets", offsets)
     check_runtime(runtime)
-    words = read_text(text)
+    words = text_of(text)
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_runtime(runtime, model, weights)
     network.attach()
@@ -77,7 +74,7 @@ def evaluate(
             "passage": passage,
             "calibrated": measured is not None,
         }
-        print(json.dumps([row.to_json(**about) for row in rows], indent=2, ensure_ascii=False))
+        print_json([row.to_json(**about) for row in rows])
         return
     _print(rows, model, layers)
 

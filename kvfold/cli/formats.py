@@ -1,6 +1,5 @@
 """`kvfold formats`: every format, what it costs, what it is."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.attention.dispatch import path_of
+from kvfold.cli.options import Json, print_json
 from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, FormatPair, get_formats
 from kvfold.formats.block import BlockFormat
 
@@ -28,7 +28,7 @@ def formats(
     blocks: Annotated[
         bool, typer.Option("--blocks", help="List the formats of other systems, with the bytes of their blocks.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the formats: bits, bytes of a vector, what stays dense, what it is and from where.
 
@@ -68,7 +68,7 @@ def formats(
             }
         )
     if as_json:
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print_json(rows)
         return
     table = Table(
         title=f"Formats at head_dim {head_dim}",
@@ -114,7 +114,7 @@ def _print_paths(pairs: Mapping[str, FormatPair], head_dim: int, as_json: bool) 
         for name, pair in pairs.items()
     ]
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     table = Table(title=f"What reads a cache at head_dim {head_dim}")
     for column in ("format", *present):

@@ -1,6 +1,5 @@
 """`kvfold generate`: answer a prompt with a folded cache."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,18 +8,35 @@ import typer
 from rich.console import Console
 from torch import Tensor
 from transformers import TextStreamer
+from transformers.cache_utils import CacheLayerMixin
 
+from kvfold.cache.files import check_output
 from kvfold.cache.report import CacheReport
-from kvfold.cli.options import CalibrationFile, Json, Model, RuntimeName, check_runtime, parse_dtype, token_progress
+from kvfold.cli.options import (
+    DENSE,
+    CalibrationFile,
+    Json,
+    Model,
+    RuntimeName,
+    check_format,
+    check_runtime,
+    parse_dtype,
+    print_json,
+    token_progress,
+)
 from kvfold.eviction import QueryStatistics, TriAttention
-from kvfold.formats import DEFAULT, KeyStatistics, check_names
+from kvfold.formats import DEFAULT, KeyStatistics
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
+from kvfold.integrations.text import check_text, read_text
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.prompt import Answer, answer, prompt_ids, read_prompt
 
 BUDGET = 2048
 """The paper's."""
+COLDEST, HOTTEST = 1e-6, 1e6
+"""Temperatures between which logits over a temperature are numbers that softmax can tell apart."""
 
 
 def generate(
@@ -28,7 +44,7 @@ def generate(
     format: Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")] = DEFAULT,
     prompt: Annotated[str | None, typer.Option(help="The prompt; after the file's text if both are given.")] = None,
     file: Annotated[Path | None, typer.Option(help="A UTF-8 text file to put before the prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="When to stop, if the model does not.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="When to stop, if the model does not.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above, samples.")] = 0.0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     calibration: CalibrationFile = None,
@@ -40,23 +56,37 @@ def generate(
             "read; prompt and answer are saved to it at the end.",
         ),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --cache: let the file go that holds another document.")
+    ] = False,
     eviction: Annotated[
         Path | None,
         typer.Option(help="A TRIA file (`kvfold calibrate --eviction`): forget tokens that queries will not ask for."),
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option(min=1, help="With --eviction: tokens that each head of a layer keeps; 2048 by default."),
+        typer.Option(
+            min=1,
+            max=LARGEST,
+            help="With --eviction: tokens that each head of a layer keeps, 261 or more; 2048 by default.",
+        ),
     ] = None,
     runtime: RuntimeName = "torch",
     cache_limit: Annotated[
-        int | None, typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself.")
+        int | None,
+        typer.Option(
+            "--cache-limit-mb", min=0, max=LARGEST, help="mlx: MiB of freed memory that MLX keeps for itself."
+        ),
     ] = None,
     memory_limit: Annotated[
-        int | None, typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps.")
+        int | None,
+        typer.Option(
+            "--memory-limit-mb", min=0, max=LARGEST, help="mlx: MiB that MLX takes in all before it waits, or swaps."
+        ),
     ] = None,
     wired_limit: Annotated[
-        int | None, typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped.")
+        int | None,
+        typer.Option("--wired-limit-mb", min=0, max=LARGEST, help="mlx, on Macs: MiB that are never swapped."),
     ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,
@@ -83,7 +113,11 @@ def generate(
 
     kvfold generate --runtime mlx --prompt "Why is the sky blue?" --cache-limit-mb 512
     """
-    check_names(format)
+    check_format(format)
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
+        raise ValueError(f"temperature = {temperature}: give 0, or {COLDEST:g} to {HOTTEST:g}")
+    if replace and cache_file is None:
+        raise ValueError("--replace, but no --cache: there is no file to replace")
     if budget is not None and eviction is None:
         raise ValueError(f"budget = {budget}, but no --eviction: give the TRIA file by which tokens are chosen")
     if eviction is not None and cache_file is not None:
@@ -104,11 +138,11 @@ def generate(
     weights = parse_dtype(dtype)
     parts = []
     if file is not None:
-        if not file.is_file():
-            raise FileNotFoundError(f"file = {str(file)!r}: there is no such file")
-        parts.append(file.read_text(encoding="utf-8"))
+        parts.append(read_text(file, "file"))
     if prompt is not None:
-        parts.append(prompt)
+        parts.append(check_text(prompt, "prompt"))
+    if cache_file is not None:
+        check_output(cache_file, "cache", (file, calibration, model))
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
 
@@ -124,7 +158,9 @@ def generate(
     attach(network)
     cache = FoldedCache(network.config, format, calibration=calibration, eviction=policy)
     if cache_file is not None and cache_file.exists():
-        cache = _reused(cache_file, cache, ids)
+        # The document's tokens are those that stay whatever is asked after it.
+        document = _common(*(prompt_ids(tokenizer, parts[0] + more, raw)[0] for more in ("", "\n\n?")))
+        cache = _reused(cache_file, cache, ids, 0 if replace else document)
     held = cache.get_seq_length()
     with token_progress() as progress:
         task = progress.add_task("reading the prompt", total=ids.shape[1] - 1, completed=held)
@@ -182,20 +218,31 @@ def _print(
             "text": said.text, "new_tokens": said.tokens, "tokens_per_second": said.tokens_per_second,
             **report.to_json(),
         }  # fmt: skip
-        print(json.dumps(row, indent=2, ensure_ascii=False))
+        print_json(row)
         return
     Console(stderr=True).print(
         f"[dim]{ids.shape[1]} prompt + {said.tokens} new tokens, {said.tokens_per_second:.1f} tok/s; cache holds "
         f"{report.held_bytes / 1e6:.2f} MB, {report.bits_per_value:.2f} bits a value, "
-        f"{report.ratio_to_bf16:.2f}x smaller than bf16[/]",
+        f"{_beside_bf16(report.ratio_to_bf16)}[/]",
         highlight=False,
+        soft_wrap=True,
     )
 
 
-def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
+def _beside_bf16(ratio: float) -> str:
+    return f"{ratio:.2f}x smaller than bf16" if ratio >= 1 else f"{1 / ratio:.2f}x larger than bf16"
+
+
+def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> FoldedCache:
     """The cache in a file, cropped to what it holds of the prompt `ids` (1, T); `fresh` if there is no use for it.
 
     The last token of the prompt is left out: it is read to be answered.
+
+    Raises
+    ------
+    ValueError
+        If the file is of another kind, or would lose what it holds to a prompt of whose first `document` tokens it does
+        not have all.
     """
     loaded = FoldedCache.load(path, fresh.text_config)
     if loaded.ids is None or loaded.ids.shape[0] != 1:
@@ -203,8 +250,8 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
     if any(row.evicted for row in loaded.report().layers):
         raise ValueError(f"cache = {str(path)!r} forgot some of its tokens: give another --cache")
     for kept, asked in zip(loaded.layers, fresh.layers, strict=True):
-        own, wanted = (layer.folded.format if isinstance(layer, FoldedLayer) else "dense" for layer in (kept, asked))
-        if own != wanted:
+        own, wanted = (layer.folded.format if isinstance(layer, FoldedLayer) else DENSE for layer in (kept, asked))
+        if own != wanted and not _same_formats(kept, asked):
             raise ValueError(
                 f"cache = {str(path)!r} is folded as {own}, and format = {wanted!r}: give that one's --format and "
                 "--calibration, or another --cache"
@@ -215,11 +262,15 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
                 "another --cache"
             )
     held, prompt = loaded.ids[0], ids[0]
-    both = min(len(held), len(prompt))
-    alike = int((held[:both] == prompt[:both]).long().cumprod(0).sum())
+    alike = _common(held, prompt)
     keep = min(alike, len(prompt) - 1)
     if keep == len(held):
         return loaded
+    if alike < document:
+        raise ValueError(
+            f"cache = {str(path)!r} holds another document: of its {len(held)} tokens the prompt has the first "
+            f"{alike}. Give another --cache, or --replace to let that one go"
+        )
     say = f"{path} holds {len(held)} tokens; the prompt starts with the first {alike} of them"
     try:
         loaded.crop(keep - len(held))
@@ -228,6 +279,20 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor) -> FoldedCache:
         say += ", and this model's sliding windows do not go back"
     Console(stderr=True).print(f"{say}: {keep} are reused", highlight=False, markup=False, soft_wrap=True)
     return loaded if keep else fresh
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """How many tokens two texts, (T,), have in common before they part."""
+    both = min(len(one), len(other))
+    return int((one[:both] == other[:both]).long().cumprod(0).sum())
+
+
+def _same_formats(kept: CacheLayerMixin, asked: CacheLayerMixin) -> bool:
+    """Whether names of one layer's formats mean the same."""
+    if not isinstance(kept, FoldedLayer) or not isinstance(asked, FoldedLayer) or kept.folded.shape is None:
+        return False
+    one, other = (layer.folded.formats_of(*kept.folded.shape[2:]) for layer in (kept, asked))
+    return (one.keys, one.values) == (other.keys, other.values)
 
 
 def _alike(one: KeyStatistics | None, other: KeyStatistics | None) -> bool:

@@ -1,17 +1,25 @@
 """Options that several commands share."""
 
+import json
+import re
+import sys
+from collections.abc import Collection, Mapping
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.evaluate.runtime import Runtime
+from kvfold.formats import check_names
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
-from kvfold.integrations.text import standard_text
+from kvfold.integrations.text import read_text, standard_text
 from kvfold.integrations.transformers.runtime import TransformersRuntime
 
 Model = Annotated[
@@ -25,10 +33,18 @@ CalibrationFile = Annotated[
 ]
 
 RuntimeName = Annotated[
-    str, typer.Option("--runtime", help="torch, or mlx (pip install 'kvfold[mlx]'): what runs the model.")
+    str, typer.Option("--runtime", help=escape("torch, or mlx (pip install 'kvfold[mlx]'): what runs the model."))
+]
+
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--text", help="A UTF-8 text file; by default the language reference in Python's library."),
 ]
 
 RUNTIMES = ("torch", "mlx")
+
+DENSE = "dense"
+"""The name of a cache that folds nothing, wherever a format is asked for."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,16 +87,54 @@ def token_progress() -> Progress:
     )  # fmt: skip
 
 
-def read_text(path: Path | None) -> str:
+def text_of(path: Path | None) -> str:
     """The text of a file; Python's own reference text if none is named."""
-    if path is None:
-        return standard_text()
-    if not path.is_file():
-        raise FileNotFoundError(f"text = {str(path)!r}: there is no such file")
-    words = path.read_text(encoding="utf-8")
-    if not words.strip():
-        raise ValueError(f"text = {str(path)!r}: the file is empty")
-    return words
+    return standard_text() if path is None else read_text(path)
+
+
+def check_format(format: str) -> None:
+    """Raise unless it is a format, keys:values, or `DENSE`."""
+    if format != DENSE:
+        check_names(format)
+
+
+def listed_formats(listed: str, others: Collection[str] = ()) -> list[str]:
+    """Formats separated by commas, each once; names among `others` are no formats, and taken, too."""
+    names = list(dict.fromkeys(listed_names(listed)))
+    for name in names:
+        if name not in others:
+            check_names(name)
+    if not names:
+        raise ValueError(f"formats = {listed!r}: name at least one")
+    return names
+
+
+def formats_beside_dense(listed: str) -> list[str]:
+    """Formats separated by commas, to be measured beside a dense cache: that is measured whether it is named or not."""
+    names = [name for name in listed_formats(listed, (DENSE,)) if name != DENSE]
+    if not names:
+        raise ValueError(f"formats = {listed!r}: a dense cache is measured anyway; name a format beside it")
+    return names
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout, in letters that it has; numbers that are none (NaN, infinities) are null."""
+    text = json.dumps(_without_nan(document), indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(json.loads(text), indent=2)
+    print(text)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in value]
+    return value
 
 
 def listed_names(listed: str) -> list[str]:
@@ -90,7 +144,7 @@ def listed_names(listed: str) -> list[str]:
 
 def listed_integers(option: str, listed: str) -> list[int]:
     """Whole numbers separated by commas."""
-    try:
-        return [int(part) for part in listed_names(listed)]
-    except ValueError:
-        raise ValueError(f"{option} = {listed!r}: give whole numbers separated by commas") from None
+    parts = listed_names(listed)
+    if not all(re.fullmatch("-?[0-9]{1,10}", part) and abs(int(part)) <= LARGEST for part in parts):
+        raise ValueError(f"{option} = {listed!r}: give whole numbers separated by commas, up to {LARGEST}")
+    return [int(part) for part in parts]

@@ -1,9 +1,9 @@
 """`kvfold plan`: what fits into a memory, before anything runs."""
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from reprlib import repr as short
 from typing import Annotated
 
 import torch
@@ -12,14 +12,25 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.cli.options import parse_dtype
+from kvfold.cli.options import Json, listed_formats, parse_dtype, print_json
 from kvfold.evaluate import plots
-from kvfold.formats import check_names
+from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
 from kvfold.integrations.transformers.shapes import layer_configs, layer_shapes, resolve_head_dim
 from kvfold.planning import DENSE_DTYPES, held_bytes, plan
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def plan_command(
@@ -36,7 +47,7 @@ def plan_command(
         "bfloat16,float8,kvfold-4,turboquant-4,turboquant-3"
     ),
     plot: Annotated[Path | None, typer.Option(help="Draw bytes against context into this .png, .svg or .pdf.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Project a cache: bytes a token, longest context, users at a given context.
 
@@ -49,26 +60,25 @@ def plan_command(
 
     kvfold plan --layers 80 --kv-heads 8 --head-dim 128 --memory 40GB
     """
-    plots.check(plot)
-    names = formats.split(",")
-    for name in names:
-        if name not in DENSE_DTYPES:
-            check_names(name)
+    plots.check(plot, (model,))
+    names = listed_formats(formats, DENSE_DTYPES)
+    room = _bytes(memory)
+    whole("context", context, 1)
     shapes, evidence, own = _layers(model, layers, kv_heads, head_dim)
     runs_in = parse_dtype(dtype) or own or torch.bfloat16
-    rows = plan(shapes, names, _bytes(memory), context, runs_in.itemsize)
+    rows = plan(shapes, names, room, context, runs_in.itemsize)
     if plot is not None:
         contexts = [2**n for n in range(10, 18)]
         held = {name: [held_bytes(shapes, name, n, runs_in.itemsize) for n in contexts] for name in names}
-        plots.save(plots.memory_by_context(contexts, held, _bytes(memory)), plot)
+        plots.save(plots.memory_by_context(contexts, held, room), plot)
     kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in KINDS}
     runs_as = str(runs_in).removeprefix("torch.")
     if as_json:
         about = {
-            "model": model, "memory": _bytes(memory), "context": context, "dtype": runs_as, "layers": kinds,
+            "model": model, "memory": room, "context": context, "dtype": runs_as, "layers": kinds,
             "head_dim": evidence,
         }  # fmt: skip
-        print(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False))
+        print_json(about | {"rows": [asdict(row) for row in rows]})
         return
     console = Console()
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
@@ -109,8 +119,7 @@ def _layers(
             raise ValueError(
                 f"--{name.replace('_', '-')} is missing: give --model, or --layers, --kv-heads and --head-dim"
             )
-        if number < 1:
-            raise ValueError(f"{name} = {number}: give a number above 0")
+        whole(name, number, 1, LARGEST if name == "head_dim" else MOST_OF_A_MODEL)
     assert layers is not None
     assert kv_heads is not None
     assert head_dim is not None
@@ -118,7 +127,11 @@ def _layers(
 
 
 def _bytes(amount: str) -> int:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", amount)
+    match = re.fullmatch(r"\s*([0-9]{0,18}\.?[0-9]{1,18})\s*([A-Za-z]*)\s*", amount)
     if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"memory = {amount!r}: write a number and a unit, such as 24GB or 512MiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ValueError(f"memory = {short(amount)}: write a number and a unit ({units}), such as 24GB or 512MiB")
+    room = int(float(match[1]) * UNITS[match[2].upper()])
+    if not 1 <= room < 2**63:
+        raise ValueError(f"memory = {amount!r} is {room} bytes: give at least 1, and less than 2**63")
+    return room

@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvfold.cache.files import check_output, replacing
 from kvfold.evaluate.report import Results, render
+from kvfold.integrations.text import check_text
 
 
 def report(
@@ -23,7 +25,8 @@ def report(
 
     kvfold report eval.json sweep.jsonl tasks.jsonl --out report.html
     """
-    page = render(Results.read(results), title)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
-    Console(stderr=True).print(f"wrote {out} ({len(page) / 1e3:.0f} kB)", highlight=False)
+    check_output(out, "out", results)
+    page = render(Results.read(results), check_text(title, "title")).encode()
+    with replacing(out, "out") as file:
+        file.write(page)
+    Console(stderr=True).print(f"wrote {out} ({len(page) / 1e3:.0f} kB)", highlight=False, markup=False, soft_wrap=True)

@@ -1,6 +1,5 @@
 """`kvfold sweep`: the ablation, the staircase, a recommendation."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,21 +7,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.cache.files import check_output
 from kvfold.cli.options import (
     Json,
     Model,
     RuntimeName,
+    TextFile,
     check_runtime,
     listed_integers,
     listed_names,
     load_runtime,
     parse_dtype,
-    read_text,
+    print_json,
+    text_of,
     token_progress,
 )
 from kvfold.evaluate.quality import split_passages
-from kvfold.evaluate.records import Row
+from kvfold.evaluate.records import RUN, Row, open_rows
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, pareto, recommend
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.text import text_sha256
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "invalid": "red"}
@@ -41,11 +44,9 @@ def sweep(
     residuals: Annotated[
         str | None, typer.Option(help="Residuals of keys to try; by default qjl,srht,sign if the family takes them.")
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file; by default Python's own reference text.")
-    ] = None,
-    passage: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
-    passages: Annotated[int, typer.Option(help="How many passages, spread over the text.")] = 1,
+    text: TextFile = None,
+    passage: Annotated[int, typer.Option(max=LARGEST, help="Tokens of a passage.")] = 2048,
+    passages: Annotated[int, typer.Option(max=LARGEST, help="How many passages, spread over the text.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
     pass_abs: Annotated[float, typer.Option(help="pass: perplexity moves by no more than this,")] = 0.3,
     pass_pct: Annotated[float, typer.Option(help="and by no more than this, in percent.")] = 5.0,
@@ -71,7 +72,9 @@ def sweep(
     )  # fmt: skip
     weights = parse_dtype(dtype)
     check_runtime(runtime)
-    words = read_text(text)
+    words = text_of(text)
+    check_output(out, "out", (text, model))
+    open_rows(out, RUN)  # raises now if it cannot be appended to
     network, tokenizer = load_runtime(runtime, model, weights)
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
     about = {
@@ -102,7 +105,7 @@ def sweep(
             "ablation": ablation, "staircase": rows, "pareto": [r["config"]["format"] for r in rows if id(r) in front],
             "recommended": best.format, "why": best.reason,
         }  # fmt: skip
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
         return
     table = Table(title=f"{model}: {job.n_tokens:,} tokens", caption=f"* on the Pareto front; rows are in {out}")
     for column in ("stage", "format", "ΔPPL", "", "KL", "bits", "verdict"):

@@ -11,13 +11,24 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.calibration import Calibration
-from kvfold.cli.options import CalibrationFile, Json, Model, listed_integers, listed_names, parse_dtype, token_progress
+from kvfold.cache.files import check_output
+from kvfold.cli.options import (
+    CalibrationFile,
+    Json,
+    Model,
+    formats_beside_dense,
+    listed_integers,
+    listed_names,
+    parse_dtype,
+    print_json,
+    token_progress,
+)
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
-from kvfold.evaluate.records import append_row, open_rows
-from kvfold.formats import check_names
+from kvfold.evaluate.records import OUTCOME, append_row, open_rows
+from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
 
@@ -30,9 +41,9 @@ def tasks(
     only: Annotated[str, typer.Option("--tasks", help=f"Which of {', '.join(TASKS)}.")] = ",".join(TASKS),
     lengths: Annotated[str, typer.Option(help="Tokens of the needle's haystacks.")] = "1000,2000,4000,7900",
     repeats: Annotated[
-        int, typer.Option(min=1, help="Needles for each length and depth, from seeds of their own.")
+        int, typer.Option(min=1, max=LARGEST, help="Needles for each length and depth, from seeds of their own.")
     ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Seed of the questions.")] = 0,
     out: Annotated[
         Path, typer.Option(help="JSON-lines file of outcomes; cases that it holds already are not repeated.")
     ] = Path("tasks.jsonl"),
@@ -47,14 +58,13 @@ def tasks(
     passphrase after a long reply. transliteration: names in another script. loops: do conversations end in a loop?
     divergence: how far greedy text stays the same. A task that the model cannot do with a dense cache gives no figure.
     """
-    names, chosen = listed_names(formats), _chosen(only, lengths, repeats)
-    for name in names:
-        check_names(name)
-    plots.check(plot)
+    names, chosen = formats_beside_dense(formats), _chosen(only, lengths, repeats)
+    plots.check(plot, (out, calibration, model))
     if plot is not None and not any(isinstance(task, Needle) for task in chosen):
         raise ValueError(f"plot = {str(plot)!r} draws the needle grid, but --tasks leaves the needle out")
     weights = parse_dtype(dtype)
-    known = open_rows(out)
+    check_output(out, "out", (calibration, model))
+    known = open_rows(out, OUTCOME)
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_model(model, weights)
     attach(network)
@@ -88,7 +98,7 @@ def tasks(
             "versions": versions(), "summary": [asdict(row) for row in rows],
             "outcomes": [outcome.to_json() for each in outcomes.values() for outcome in each],
         }  # fmt: skip
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
         return
     for task in chosen:
         _print(task, [row for row in rows if row.task == task.name], outcomes[task.name])

@@ -5,9 +5,10 @@ states, and the text.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.kernels import ops
+from kvfold.quant.packing import TILE
 from kvfold.quant.transforms import ChannelOrder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -44,6 +46,12 @@ class Executor:
     device: str = "cpu"
     backend: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype = {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend = {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+
     @classmethod
     def parse(cls, text: str) -> "Executor":
         """From parts between slashes in any order, such as "bfloat16", "float32/cuda", "reference"."""
@@ -54,9 +62,9 @@ class Executor:
                 raise ValueError(f"executor = {text!r} names two {kind}s, {chosen[kind]} and {part}")
             if kind == "device":
                 try:
-                    torch.empty(0, device=part)
-                except (RuntimeError, AssertionError) as error:
-                    reason = str(error).split("\n")[0]
+                    torch.ones(1, device=part).item()  # "meta" has no numbers
+                except (RuntimeError, AssertionError, ImportError) as error:
+                    reason = re.split(r"\n|\. ", str(error))[0]
                     raise ValueError(
                         f"executor = {text!r}: {part!r} is neither a dtype ({', '.join(DTYPES)}), nor a backend "
                         f"({', '.join(BACKENDS)}), nor a device that works here ({reason})"
@@ -77,7 +85,9 @@ class LayerComparison:
     layer
         Its number.
     key_match, value_match
-        Share of equal codes; None where a layer folds nothing.
+        Share of equal codes; None where a layer folds nothing. Codes of other bits are other codes.
+    key_bits, value_bits
+        Bits of a code under each executor, by their mean: a format may give a layer other bits by what it computes.
     scale_error
         Mean of |s_a − s_b| / |s_a| over keys and values.
     hidden_cosine, hidden_cosine_min
@@ -90,6 +100,8 @@ class LayerComparison:
     scale_error: float | None
     hidden_cosine: float
     hidden_cosine_min: float
+    key_bits: tuple[float, float] | None = None
+    value_bits: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,7 @@ def compare(
     layers = []
     for i, (a, b) in enumerate(zip(cache_a.layers, cache_b.layers, strict=True)):
         cosine = cosine_similarity(hidden_a[i].double(), hidden_b[i].double(), dim=-1)
-        sides: list[tuple[float, float]] = []
+        sides: list[_Side] = []
         if isinstance(a, FoldedLayer) and isinstance(b, FoldedLayer):
             for group_a, group_b in zip(a.folded.groups, b.folded.groups, strict=True):
                 rows_a, rows_b = group_a.rows, group_b.rows
@@ -151,11 +163,13 @@ def compare(
         layers.append(
             LayerComparison(
                 layer=i,
-                key_match=sides[0][0] if sides else None,
-                value_match=sides[1][0] if sides else None,
-                scale_error=(sides[0][1] + sides[1][1]) / 2 if sides else None,
+                key_match=sides[0].match if sides else None,
+                value_match=sides[1].match if sides else None,
+                scale_error=(sides[0].scale_error + sides[1].scale_error) / 2 if sides else None,
                 hidden_cosine=cosine.mean().item(),
                 hidden_cosine_min=cosine.min().item(),
+                key_bits=sides[0].bits if sides else None,
+                value_bits=sides[1].bits if sides else None,
             )
         )
     first = next((i for i, (x, y) in enumerate(zip(text_a, text_b, strict=True)) if x != y), None)
@@ -216,17 +230,34 @@ def _scale(store: PageStore | StoreView) -> Tensor:
     return transform.invert(scale) if isinstance(transform, ChannelOrder) else scale
 
 
-def _side(a: PageStore | StoreView, b: PageStore | StoreView) -> tuple[float, float]:
-    """Share of equal codes, and mean relative difference of scales."""
-    pages_a, pages_b, form = a.pages(), b.pages(), a.form
-    if form.bits:
-        shape = (form.page_size, form.code_dim, list(form.bits), form.lanes)
-        codes = [ops.unpack(pages.code.cpu(), *shape) for pages in (pages_a, pages_b)]
-        if isinstance(a.form.transform, ChannelOrder) and isinstance(b.form.transform, ChannelOrder):
-            codes = [store.form.transform.invert(code) for store, code in ((a, codes[0]), (b, codes[1]))]
-    else:
-        codes = [pages.code.cpu() for pages in (pages_a, pages_b)]
+class _Side(NamedTuple):
+    """Keys, or values, under both executors."""
+
+    match: float
+    scale_error: float
+    bits: tuple[float, float]
+
+
+def _side(a: PageStore | StoreView, b: PageStore | StoreView) -> _Side:
+    """Share of equal codes, mean relative difference of scales, and bits, each store read in its own form."""
+    (codes_a, bits_a), (codes_b, bits_b) = _codes(a), _codes(b)
     scale_a, scale_b = (_scale(store).float().cpu() for store in (a, b))
     used = scale_a != 0
     error = ((scale_a - scale_b).abs() / scale_a.abs())[used]
-    return (codes[0] == codes[1]).double().mean().item(), error.mean().item() if used.any() else 0.0
+    return _Side(
+        match=((codes_a == codes_b) & (bits_a == bits_b)).double().mean().item(),
+        scale_error=error.mean().item() if used.any() else 0.0,
+        bits=(bits_a.double().mean().item(), bits_b.double().mean().item()),
+    )
+
+
+def _codes(store: PageStore | StoreView) -> tuple[Tensor, Tensor]:
+    """Codes of all pages, (…, pages, page size, channels) in the channels' own order, and how many bits each has."""
+    pages, form = store.pages(), store.form
+    if not form.bits:  # float16 numbers
+        return pages.code.cpu(), torch.full_like(pages.code.cpu(), 16)
+    code = ops.unpack(pages.code.cpu(), form.page_size, form.code_dim, list(form.bits), form.lanes)
+    bits = torch.tensor(form.bits, dtype=code.dtype).repeat_interleave(TILE)[: form.code_dim].expand(code.shape)
+    if isinstance(form.transform, ChannelOrder):
+        return form.transform.invert(code), form.transform.invert(bits)
+    return code, bits

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.cache.files import AnyPath, check_output, replacing
 from kvfold.evaluate.records import Row
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 GRAY = "#808080"
 """Reads on white and on black."""
+SUFFIXES = (".png", ".svg", ".pdf")
 CROWD = 8
 """From more points than these, only those of the front are named."""
 
@@ -26,16 +28,20 @@ def new_figure(width: float = 5.0, height: float = 3.6, **layout: Any) -> "Figur
     return Figure(figsize=(width, height), layout="constrained", **layout)
 
 
-def check(path: Path | None) -> None:
-    """Raise ValueError, before long work rather than after it, if no plot can be written to `path`."""
-    if path is not None and path.suffix.removeprefix(".") not in new_figure().canvas.get_supported_filetypes():
-        raise ValueError(f"plot = {str(path)!r}: give a file that ends in .png, .svg or .pdf")
+def check(path: Path | None, inputs: Sequence[AnyPath | None] = ()) -> None:
+    """Raise, before long work rather than after it, if no plot can be written to `path` (`files.check_output`)."""
+    if path is None:
+        return
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"plot = {str(path)!r}: give a file that ends in {', '.join(SUFFIXES)}")
+    new_figure()
+    check_output(path, "plot", inputs)
 
 
 def save(figure: "Figure", path: Path) -> None:
     """Write a figure; the suffix (.png, .svg, .pdf) says how."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path, "plot") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
 
 
 def speed(rows: Sequence["SpeedRow"]) -> "Figure":
@@ -125,7 +131,7 @@ def pareto_plot(rows: Sequence[Row], front: Sequence[Row]) -> "Figure":
     axis.plot([x for x, _ in line], [y for _, y in line], color="#d95f02", lw=1, label="Pareto front")
     anchor = max((row for row in shown if row.get("key_error")), key=lambda row: row["kl_mean"], default=None)
     if anchor is not None:
-        errors = [e for e in (*anchor["key_error"], *anchor["value_error"]) if e is not None and e == e]
+        errors = [e for e in (*anchor["key_error"], *(anchor.get("value_error") or ())) if e is not None and e == e]
     if anchor is not None and _mean(errors) > 0:
         factor = anchor["kl_mean"] / _mean(errors)
         bits = [b / 10 for b in range(10, 91)]

@@ -14,6 +14,7 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
 from kvfold.evaluate.runtime import Compared, Runtime, runtime_of
+from kvfold.formats.numbers import LARGEST, whole
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def split_passages(ids: Tensor, passage: int, count: int, offsets: Sequence[int]
         If the text is shorter than a passage, or an offset leaves no room for one.
     """
     length = ids.shape[1]
+    for name, number in (("passage", passage), ("passages", count), *(("offset", offset) for offset in offsets or ())):
+        whole(name, number, -LARGEST)
     if passage < 2:
         raise ValueError(f"passage = {passage}: a passage has at least 2 tokens, as the first predicts the second")
     if length < passage:

@@ -4,7 +4,10 @@ import json
 import logging
 import os
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
+
+from kvfold.cache.files import check_input, check_output
 
 logger = logging.getLogger("kvfold")
 
@@ -12,6 +15,54 @@ Row = dict[str, Any]
 
 START = b'{"'
 """How every row begins."""
+
+_ABOUT: Row = {
+    "model": (str, None), "text_sha": (str, None), "dtype": (str, None), "seed": (int, None), "versions": (dict, None),
+}  # fmt: skip
+
+OUTCOME: Row = _ABOUT | {
+    "task": str, "case": str, "about": dict, "format": str, "expected": str, "answer": str, "score": float,
+    "detail": str, "tokens": int, "replies": ([[int]], None),
+}  # fmt: skip
+"""What a row of `kvfold tasks` has at least: types by name, [type] for lists, (type, None) for what may be missing."""
+
+RUN: Row = _ABOUT | {
+    "stage": str, "config": {"format": str, "family": (str, None)},
+    "eval": {"model": (str, None), "n_tokens": int, "passage": (int, None)},
+    "ppl_fp16": float, "ppl_tq": float, "abs_delta": float, "rel_delta": float, "kl_mean": float,
+    "bits_per_value": float, "verdict": str,
+}  # fmt: skip
+"""What a row of `kvfold sweep` has."""
+
+QUALITY: Row = _ABOUT | {
+    "format": str, "passage": (int, None), "n_tokens": int, "ppl_dense": float, "ppl": float, "delta_ppl_pct": float,
+    "kl_mean": float,
+    "kl_p99": float, "top1": float, "bits_per_value": float, "held_bytes": int, "seconds": float,
+    "key_error": ([(float, None)], None), "value_error": ([(float, None)], None),
+}  # fmt: skip
+"""What a row of `kvfold eval` has."""
+
+MOST = 1e30
+"""No number in a row is larger."""
+
+
+def check_row(row: Any, shape: Any, where: str) -> None:
+    """Raise ValueError, which begins with `where`, unless a row has what `shape` names; `OUTCOME` says how.
+
+    A float may be a whole number, and NaN where there was nothing to measure.
+    """
+    if isinstance(shape, tuple):
+        if row is not None:
+            check_row(row, shape[0], where)
+    elif isinstance(shape, list | dict):
+        check_row(row, type(shape), where)
+        for name in shape if isinstance(shape, dict) else range(len(row)):
+            own, part = (shape[name], row.get(name)) if isinstance(shape, dict) else (shape[0], row[name])
+            check_row(part, own, f"{where}, {name}")
+    else:
+        fits = isinstance(row, int | float if shape is float else shape) and not isinstance(row, bool)
+        if not fits or (isinstance(row, int | float) and abs(row) > MOST):
+            raise ValueError(f"{where} is {short(row)}, where a {shape.__name__} belongs")
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -26,7 +77,7 @@ def read_rows(path: Path) -> list[Row]:
         If another line is not a JSON object: names the line; the file is left as it is.
     """
     rows: list[Row] = []
-    content = path.read_bytes()
+    content = check_input(path, "results").read_bytes()
     lines = content.split(b"\n")  # and not at the line separators of Unicode, which answers may hold
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -35,7 +86,7 @@ def read_rows(path: Path) -> list[Row]:
             row = json.loads(line.decode("utf-8"))
             if not isinstance(row, dict):
                 raise ValueError(f"it holds a {type(row).__name__}, not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and line.startswith(START):
                 logger.warning("%s: line %d was cut off while it was written; that run is repeated", path, number)
                 break
@@ -47,13 +98,23 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def open_rows(path: Path) -> list[Row]:
-    """Rows of a file that is to be appended to, made if it is missing; a cut-off last line is removed from it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def open_rows(path: Path, shape: Row) -> list[Row]:
+    """Rows of a file that is to be appended to, made if it is missing; a cut-off last line is removed from it.
+
+    Raises
+    ------
+    OSError
+        If it can be neither read nor written.
+    ValueError
+        If a line is no row of that shape: names the line; the file is left as it is.
+    """
+    check_output(path, "out")
     if not path.exists():
         path.touch()
         return []
     rows = read_rows(path)
+    for number, row in enumerate(rows, start=1):
+        check_row(row, shape, f"out = {str(path)!r}, row {number}")
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         last = content.rfind(b"\n") + 1

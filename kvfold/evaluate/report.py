@@ -12,10 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.cache.files import check_input
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up
+from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
-from kvfold.evaluate.records import Row, read_rows
+from kvfold.evaluate.records import OUTCOME, QUALITY, RUN, Row, check_row, read_rows
 from kvfold.evaluate.sweep import pareto
 
 if TYPE_CHECKING:
@@ -26,6 +28,26 @@ INK = "#010203"
 
 
 SIDES = ("key", "value")
+COMPARISON: Row = {
+    "format": str, "executors": [str], "tokens": int, "generated": int, "first_divergence": (int, None),
+    "versions": (dict, None), "model": (str, None),
+    "layers": [
+        {
+            "layer": int, "key_match": (float, None), "value_match": (float, None), "scale_error": (float, None),
+            "hidden_cosine": float, "hidden_cosine_min": float,
+        }
+    ],
+}  # fmt: skip
+"""What a document of `kvfold compare` has, as `kvfold.evaluate.records` says it."""
+
+PLAN: Row = {
+    "model": (str, None), "memory": int, "context": int, "versions": (dict, None),
+    "rows": [
+        {"format": str, "bytes_per_token": float, "held_bytes": int, "longest_context": int, "users": int}
+    ],
+}  # fmt: skip
+"""What a document of `kvfold plan` has."""
+
 ISOLATED = tuple(f"ablation/{name}" for name in ("identity", "bridge", "keys", "values"))
 
 
@@ -69,38 +91,58 @@ class Results:
         """
         results = cls()
         for path in paths:
-            if not path.is_file():
-                raise FileNotFoundError(f"{str(path)!r}: there is no such file")
-            for row in _documents(path):
-                results._add(row, path)
+            for number, row in enumerate(_documents(path), start=1):
+                results._add(row, f"{str(path)!r}, row {number}")
         return results
 
-    def _add(self, row: Row, path: Path) -> None:
+    def _add(self, row: Row, where: str) -> None:
+        own, shape, rows = self._kind_of(row, where)
+        for each in rows:
+            check_row(each, shape, where)
+            if shape is OUTCOME:
+                _check_outcome(each, where)
+        own += rows
+
+    def _kind_of(self, row: Row, where: str) -> tuple[list[Row], Row, list[Row]]:
+        """Where a row goes, what it must have, and the rows that it is: a document of a whole job is many."""
         if "staircase" in row:
-            self.sweep += row["ablation"] + row["staircase"]
-        elif "outcomes" in row:
-            self.outcomes += [{"model": row.get("model"), **outcome} for outcome in row["outcomes"]]
-        elif "verdict" in row:
-            self.sweep.append(row)
-        elif "case" in row:
-            self.outcomes.append(row)
-        elif "kl_mean" in row:
-            self.quality.append(row)
-        elif "first_divergence" in row:
-            self.comparisons.append(row)
-        elif "rows" in row and "memory" in row:
-            self.plans.append(row)
-        else:
-            raise ValueError(
-                f"{str(path)!r} holds a row that no kvfold command writes (its keys: {', '.join(list(row)[:8])}): "
-                "give files of eval --json, sweep, tasks, compare --json or plan --json"
-            )
+            check_row(row, {"ablation": [dict], "staircase": [dict]}, where)
+            return self.sweep, RUN, row["ablation"] + row["staircase"]
+        if "outcomes" in row:
+            check_row(row, {"outcomes": [dict]}, where)
+            about = {key: row[key] for key in ("model", "versions") if key in row}
+            return self.outcomes, OUTCOME, [about | outcome for outcome in row["outcomes"]]
+        if "verdict" in row:
+            return self.sweep, RUN, [row]
+        if "case" in row:
+            return self.outcomes, OUTCOME, [row]
+        if "kl_mean" in row:
+            return self.quality, QUALITY, [row]
+        if "first_divergence" in row:
+            return self.comparisons, COMPARISON, [row]
+        if "rows" in row and "memory" in row:
+            return self.plans, PLAN, [row]
+        raise ValueError(
+            f"{where}: a row that no kvfold command writes (its keys: {', '.join(list(row)[:8])}): give files of "
+            "eval --json, sweep, tasks, compare --json or plan --json"
+        )
+
+
+def _check_outcome(row: Row, where: str) -> None:
+    """Raise unless the task is known, and what its cases are told apart by is plain."""
+    if row["task"] not in TASKS:
+        raise ValueError(f"{where}: task is {row['task']!r}, none of {', '.join(TASKS)}")
+    for key in TASKS[row["task"]].group_by:
+        if row["task"] == Needle.name:
+            check_row(row["about"].get(key), float, f"{where}, about, {key}")
+        elif isinstance(row["about"].get(key), list | dict):
+            raise ValueError(f"{where}, about, {key} is {row['about'][key]!r}, where one word or number belongs")
 
 
 def _documents(path: Path) -> Iterator[Row]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        content = json.loads(check_input(path, "results").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
         yield from read_rows(path)
         return
     for row in content if isinstance(content, list) else [content]:
@@ -128,7 +170,10 @@ def render(results: Results, title: str = "kvfold") -> str:
     if not sections:
         raise ValueError("the files hold no results: run kvfold eval, sweep, tasks, compare or plan first")
     everything = results.quality + results.sweep + results.outcomes + results.comparisons + results.plans
-    models = sorted({str(row.get("model") or row.get("eval", {}).get("model") or "") for row in everything} - {""})
+    models = sorted(
+        {str(row.get("model") or (row["eval"].get("model") if "verdict" in row else None) or "") for row in everything}
+        - {""}
+    )
     template = files("kvfold.evaluate").joinpath("report.html.jinja").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True, trim_blocks=True)
@@ -172,7 +217,7 @@ def _quality(rows: Sequence[Row]) -> Iterator[Section]:
             f"Text SHA-256 {str(text_sha)[:12]}…"
         )
         section.figures.append(_svg(plots.pareto_plot, own, pareto(own)))
-        section.figures += [_svg(plots.layer_errors, row) for row in own if row.get("key_error")]
+        section.figures += [_svg(plots.layer_errors, row) for row in own if _has_layers(row)]
         section.tables.append(
             TableOf(
                 ("format", "bits/value", "held MB", "PPL", "ΔPPL", "KL", "KL p99", "top-1", "seconds"),
@@ -187,6 +232,12 @@ def _quality(rows: Sequence[Row]) -> Iterator[Section]:
             )
         )  # fmt: skip
         yield section
+
+
+def _has_layers(row: Row) -> bool:
+    """Whether a row says of each layer what folding its keys and its values loses."""
+    keys, values = (row.get(name) or () for name in ("key_error", "value_error"))
+    return len(keys) == len(values) > 0
 
 
 def _sweep(rows: Sequence[Row]) -> Iterator[Section]:
@@ -262,7 +313,7 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
 def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
     for row in rows:
         part = row["first_divergence"]
-        section = Section(f"{row['format']}: {row['executors'][0]} and {row['executors'][1]}")
+        section = Section(f"{row['format']}: {' and '.join(row['executors'])}")
         section.notes.append(
             f"{row['tokens']:,} tokens read; of {row['generated']} written greedily, "
             + ("all are the same." if part is None else f"the first {part} are the same.")
@@ -273,8 +324,8 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
                 [
                     (
                         str(layer["layer"]),
-                        *("–" if layer[f"{side}_match"] is None else f"{layer[f'{side}_match']:.2%}" for side in SIDES),
-                        "–" if layer["scale_error"] is None else f"{layer['scale_error']:.1e}",
+                        *(_share(layer.get(f"{side}_match")) for side in SIDES),
+                        "–" if layer.get("scale_error") is None else f"{layer['scale_error']:.1e}",
                         f"{layer['hidden_cosine']:.6f}", f"{layer['hidden_cosine_min']:.6f}",
                     )
                     for layer in row["layers"]
@@ -282,6 +333,10 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
             )
         )  # fmt: skip
         yield section
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"
 
 
 def _plans(rows: Sequence[Row]) -> Iterator[Section]:

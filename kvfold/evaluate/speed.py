@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvfold.cache.report import held_bytes
 from kvfold.evaluate.quality import versions
+from kvfold.formats.numbers import LARGEST, whole
 from kvfold.integrations.transformers import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
 
@@ -100,10 +101,9 @@ def measure_speed(
     ValueError
         If a context is not positive or the text too short for it, or `new_tokens` below 2.
     """
-    if new_tokens < 2:
-        raise ValueError(f"new_tokens = {new_tokens}: quartiles need at least 2")
+    whole("new_tokens", new_tokens, 2)  # quartiles need so many
     for context in contexts:
-        if not 1 <= context <= ids.shape[1] - new_tokens:
+        if not 1 <= whole("context", context, -LARGEST) <= ids.shape[1] - new_tokens:
             raise ValueError(
                 f"context = {context}: the text has {ids.shape[1]} tokens, so give 1 to {ids.shape[1] - new_tokens}"
             )

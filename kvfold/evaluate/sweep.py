@@ -8,7 +8,7 @@ ended, some twenty runs in the place of the grid's hundred.
 
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import isfinite
@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
 from kvfold.evaluate.quality import QualityRow, evaluate_formats, versions
-from kvfold.evaluate.records import Row, append_row, open_rows
+from kvfold.evaluate.records import MOST, RUN, Row, append_row, open_rows
 from kvfold.evaluate.runtime import Runtime, runtime_of
 from kvfold.formats import FAMILIES, NO_RESIDUAL, Window, get_format, get_formats
+from kvfold.formats.base import check_page_size
+from kvfold.formats.numbers import real, whole
 from kvfold.integrations.transformers.shapes import layer_shapes
 from kvfold.quant.packing import TILE
 from kvfold.quant.residuals import RESIDUALS
@@ -53,6 +55,10 @@ class Budgets:
     warn_abs: float = 1.0
     lossless_pct: float = 0.5
     lossless_kl: float = 0.005
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            real(each.name, getattr(self, each.name), 0, MOST)
 
     def verdict(self, dense: float, ppl: float) -> Verdict:
         """Of a format's perplexity `ppl` beside the dense cache's."""
@@ -196,11 +202,9 @@ class Steps:
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one number of bits")
             for bits in getattr(self, name):
-                if not 1 <= bits <= 8:
-                    raise ValueError(f"{name} = {bits}: give bits from 1 to 8")
+                whole(name, bits, 1, 8)
         for size in self.page_sizes:
-            if size < TILE or size % TILE:
-                raise ValueError(f"page_sizes = {size}: a page is a multiple of {TILE} tokens")
+            check_page_size("page_sizes", size)
         for residual in self.residuals or ():
             if residual not in RESIDUALS:
                 raise ValueError(f"residuals = {residual!r}: choose among {', '.join(RESIDUALS)}")
@@ -258,7 +262,7 @@ class Sweep:
         self.layers = layer_shapes(self.model.config)
         self._check_passages()
         self.n_tokens = sum(ids.shape[1] - 1 for ids in passages)
-        self.known = open_rows(path)
+        self.known = open_rows(path, RUN)
 
     def _check_passages(self) -> None:
         """Raise if a sweep would fold nothing, or could not fold what it is told to."""

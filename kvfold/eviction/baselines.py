@@ -8,6 +8,7 @@ from torch.nn.functional import avg_pool1d
 
 from kvfold.attention.reference import page_scores
 from kvfold.eviction.policy import Candidates, Eviction
+from kvfold.formats.numbers import real, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,12 @@ class SnapKV(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(
-                f"window = {self.window}, kernel = {self.kernel}: give a number of queries, and an odd one"
-            )
+        for name in ("window", "kernel"):
+            whole(name, getattr(self, name), 1)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel = {self.kernel}: give an odd number of neighbours")
+        if self.scaling is not None:
+            real("scaling", self.scaling, 1e-6, 1e6)
         if self.recent < self.window:
             raise ValueError(f"recent = {self.recent}: the newest {self.window} tokens, whose queries count, must stay")
 

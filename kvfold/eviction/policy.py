@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.rows import FoldedRows
+from kvfold.formats.numbers import whole
 from kvfold.formats.page import Pages
 
 Mode = Literal["union", "per_head", "per_layer_per_head"]
@@ -107,8 +108,8 @@ class Eviction(ABC):
         least = {"budget": 1, "keep_first": 0, "recent": 1, "segments": 0, "interval": 1, "slack": 0}
         for name, fewest in least.items():
             value = getattr(self, name)
-            if value is not None and value < fewest:
-                raise ValueError(f"{name} = {value}: give {fewest} or more")
+            if value is not None or name not in ("interval", "slack"):
+                whole(name, value, fewest)
         if (self.interval is None) == (self.slack is None):
             raise ValueError(
                 f"interval = {self.interval} and slack = {self.slack}: give one of them, and None for the other"
@@ -118,6 +119,10 @@ class Eviction(ABC):
         if self.unit not in ("page", "token"):
             raise ValueError(f"unit = {self.unit!r}: choose 'page' or 'token'")
         self._check_budget("budget", self.budget)
+        if self.segments > self.budget:
+            raise ValueError(
+                f"segments = {self.segments}: give no more than budget = {self.budget}, as each keeps tokens"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Eviction":
         return self  # nothing changes it, and copies of a cache share its tables

@@ -8,17 +8,17 @@ f32[pairs] each of Re E[q], Im E[q], E|q| and |E q|/E|q|.
 import os
 import struct
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvfold.cache.saved import replacing
+from kvfold.cache.files import replacing
+from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 
 MAGIC = 0x54524941
 HEADER = struct.Struct("<7I2f28x")
-LARGEST = 2**16
-"""A header with more layers, heads or pairs is damaged."""
 BANDS = 2
 """A layer's budget goes by so many of its strongest pairs."""
 
@@ -47,6 +47,25 @@ class QueryStatistics:
     attn_scale: float
     tables: Tensor
     budget_scales: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tables.ndim != 4 or self.tables.shape[2] != 4 or not self.tables.is_floating_point():
+            raise ValueError(
+                f"tables are {self.tables.dtype} of the shape {tuple(self.tables.shape)}: give floating-point numbers "
+                "of the shape (layers, heads, 4, pairs)"
+            )
+        for name in ("kv_heads", "head_dim"):
+            whole(name, getattr(self, name), 1, MOST_OF_A_MODEL)
+        if self.heads % self.kv_heads or 2 * self.pairs > self.head_dim:
+            raise ValueError(
+                f"tables of {self.heads} heads and {self.pairs} pairs do not fit kv_heads = {self.kv_heads} and "
+                f"head_dim = {self.head_dim}"
+            )
+        if len(self.budget_scales) not in (0, self.layers):
+            raise ValueError(f"budget_scales are {len(self.budget_scales)}: give one for each of {self.layers} layers")
+        above = (self.rope_theta, self.attn_scale, *self.budget_scales)
+        if not (self.tables.isfinite().all() and all(isfinite(number) and number > 0 for number in above)):
+            raise ValueError("a number is a NaN, infinite, or not above 0 where it must be")
 
     @classmethod
     def of(
@@ -106,7 +125,7 @@ class QueryStatistics:
         if version not in (1, 2):
             raise ValueError(f"a TRIA file of version {version}: versions 1 and 2 are known")
         sizes = (layers, heads, kv_heads, head_dim, pairs)
-        if not all(0 < size <= LARGEST for size in sizes) or heads % kv_heads or 2 * pairs > head_dim:
+        if not all(0 < size <= MOST_OF_A_MODEL for size in sizes) or heads % kv_heads or 2 * pairs > head_dim:
             raise ValueError(
                 f"the file is damaged: its header says {layers} layers, {heads} heads, {kv_heads} KV heads of "
                 f"{head_dim} and {pairs} pairs"
@@ -122,11 +141,11 @@ class QueryStatistics:
             )
         scales = struct.unpack_from(f"<{layers}f", data, HEADER.size) if version == 2 else ()
         numbers = torch.frombuffer(bytearray(data[after:]), dtype=torch.float32)
-        header = torch.tensor([rope_theta, attn_scale, *scales])
-        if not (numbers.isfinite().all() and header.isfinite().all() and (header > 0).all()):
-            raise ValueError("the file is damaged: a number is a NaN, infinite, or not above 0 where it must be")
         tables = numbers.view(layers, heads, 4, pairs)
-        return cls(kv_heads, head_dim, rope_theta, attn_scale, tables, scales)
+        try:
+            return cls(kv_heads, head_dim, rope_theta, attn_scale, tables, scales)
+        except ValueError as error:
+            raise ValueError(f"the file is damaged: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a TRIA file."""

@@ -1,6 +1,7 @@
 """TriAttention (arXiv 2604.04921): keys that the model's queries, as they are on average, will not ask for, go."""
 
 from dataclasses import KW_ONLY, dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class TriAttention(Eviction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.statistics, QueryStatistics):
+            raise ValueError(f"statistics = {self.statistics!r}: give kvfold.QueryStatistics.load(path)")
+        if not all(map(isfinite, (self.turned_by, *self.frequencies))):
+            raise ValueError(f"turned_by = {self.turned_by}, frequencies = {self.frequencies}: give finite numbers")
         if self.layer_budgets and not self.statistics.budget_scales:
             raise ValueError("layer_budgets = True, but the file is of version 1 and has no budget scales")
         if self.layer_budgets and self.mode != "per_layer_per_head":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvfold.formats.numbers import LARGEST, whole
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels.places import Places
@@ -20,6 +21,17 @@ from kvfold.quant.rotated import RotatedCode
 MAX_HEAD_DIM = 1024
 UNDO = 24
 """`Window.undo` of formats that fold by page: more than models draft at a time."""
+LARGEST_PAGE = 2**16
+"""Tokens of the longest page: a name, or a file, that asks for longer ones is refused before it gets the memory."""
+LARGEST_WINDOW = 2**20
+"""So are wider windows."""
+
+
+def check_page_size(name: str, size: int) -> None:
+    """Raise ValueError unless a page can have so many tokens; `name` is what the user gave them as."""
+    whole(name, size)
+    if size % TILE or not TILE <= size <= LARGEST_PAGE:
+        raise ValueError(f"{name} = {size}: a page is a multiple of {TILE} tokens, up to {LARGEST_PAGE}")
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,10 @@ class Window:
     recent: int = 0
     undo: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent", "undo"):
+            whole(name, getattr(self, name), most=LARGEST_WINDOW)
+
 
 @dataclass(frozen=True)
 class Format(ABC):
@@ -55,7 +71,7 @@ class Format(ABC):
     bits
         Bits of a code.
     page_size
-        P, tokens a page, a multiple of 16.
+        P, tokens a page, a multiple of 16, up to 65,536.
     seed
         Seed of the rotation.
     lanes
@@ -78,6 +94,10 @@ class Format(ABC):
     """Fewest and most bits of a code."""
 
     def __post_init__(self) -> None:
+        for name in ("head_dim", "bits", "seed"):
+            whole(name, getattr(self, name), least=-LARGEST)
+        if self.lanes not in ("tokens", "channels"):
+            raise ValueError(f"lanes = {self.lanes!r}: give 'tokens' or 'channels'")
         if self.head_dim % 8 or not 8 <= self.head_dim <= MAX_HEAD_DIM:
             raise ValueError(
                 f"head_dim = {self.head_dim}: {type(self).__name__} folds head dimensions "
@@ -86,8 +106,7 @@ class Format(ABC):
         fewest, most = self.bit_range
         if not fewest <= self.bits <= most:
             raise ValueError(f"bits = {self.bits}: a code has {fewest} to {most} bits")
-        if self.page_size < TILE or self.page_size % TILE:
-            raise ValueError(f"page_size = {self.page_size}: a page is a multiple of {TILE} tokens")
+        check_page_size("page_size", self.page_size)
 
     @property
     def window(self) -> Window:

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from kvfold.formats.block import BlockFormat
+from kvfold.formats.numbers import real
 from kvfold.formats.page import TokenCodes
 from kvfold.quant.polar import default_frequencies
 
@@ -18,7 +19,7 @@ BASE = 1e6
 
 def frequencies_of(base: float) -> tuple[float, ...]:
     """ω_f of a RoPE with that base and no scaling."""
-    return default_frequencies(DIM, base)
+    return default_frequencies(DIM, real("rope_base", base, 1, 1e12))
 
 
 @dataclass(frozen=True)

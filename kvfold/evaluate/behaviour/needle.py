@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
+from kvfold.formats.numbers import real, whole
 from kvfold.integrations.text import standard_text
 
 PLACES = ("lighthouse", "observatory", "archive", "greenhouse", "library", "harbour", "workshop", "museum")
@@ -38,6 +39,13 @@ class Needle(Task):
     name: ClassVar[str] = "needle"
     summary: ClassVar[str] = "a number in a long text"
     group_by: ClassVar[tuple[str, ...]] = ("length", "depth")
+
+    def __post_init__(self) -> None:
+        for length in self.lengths:
+            whole("lengths", length, 1)
+        for depth in self.depths:
+            real("depths", depth, 0, 1)
+        whole("repeats", self.repeats, 1)
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         hay, start_of_prompt = plain(tokenizer, standard_text()), opening(tokenizer)

@@ -105,7 +105,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
         if dense_dtype is not None and not dense_dtype.is_floating_point:
             raise ValueError(f"dense_dtype = {dense_dtype}: give a floating-point dtype, or None")
-        policy = policy or Policy(format or DEFAULT)
+        policy = policy or Policy(DEFAULT if format is None else format)
         if calibration is not None and not isinstance(calibration, Calibration):
             calibration = Calibration.load(calibration)
         self.text_config = config.get_text_config(decoder=True)

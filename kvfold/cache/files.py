@@ -1,0 +1,131 @@
+"""Files that are written whole or not at all."""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+KINDS = (
+    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
+)  # fmt: skip
+"""What is no file, though it has a path."""
+
+AnyPath = str | os.PathLike[str]
+
+
+def check_input(path: AnyPath, name: str = "path") -> Path:
+    """`path` if there is a file, which a program can read from its beginning to its end.
+
+    Raises
+    ------
+    OSError
+        If there is none, or it may not be read; the message begins with `name`.
+    """
+    _status(path, name, must_be=True)
+    if not os.access(path, os.R_OK):
+        raise PermissionError(f"{name} = {str(path)!r} may not be read")
+    return Path(path)
+
+
+def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | None] = ()) -> Path:
+    """Where a file would be written for `path`; what a link points to is written, and the link stays.
+
+    To be asked before the work that fills the file.
+
+    Parameters
+    ----------
+    path
+        It names a file, or nothing, in a folder that is there.
+    name
+        How the user calls it, for messages.
+    inputs
+        Files, and folders of files, that are read, or written too, and so must stay as they are.
+
+    Raises
+    ------
+    OSError
+        If there can be no file, or there is something that is not to be replaced by one: a folder, a device, a FIFO.
+    ValueError
+        If it is one of the inputs.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such folder")
+    old = _status(path, name, must_be=False)
+    for source in inputs:
+        if source is not None and _reads(Path(source), target):
+            raise ValueError(f"{name} = {str(path)!r} would replace {str(source)!r}: name another file")
+    if not os.access(target.parent, os.W_OK | os.X_OK) or (old is not None and not os.access(target, os.W_OK)):
+        raise PermissionError(f"{name} = {str(path)!r} may not be written")
+    return target
+
+
+def _status(path: AnyPath, name: str, *, must_be: bool) -> os.stat_result | None:
+    """Of the file at `path`; None if there is nothing, which raises if it `must_be`. Raises if it is no file."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        if must_be:
+            raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such file") from None
+        return None
+    except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OSError(f"{name} = {str(path)!r}: {reason}") from None
+    kind = next((kind for is_one, kind in KINDS if is_one(status.st_mode)), None)
+    if kind is not None:
+        raise OSError(f"{name} = {str(path)!r} is {kind}: give a file")
+    return status
+
+
+def _reads(source: Path, target: Path) -> bool:
+    """Whether what is read from `source`, a file or a folder of files, has to do with the file `target`."""
+    with suppress(OSError):
+        if source.is_dir():
+            return target.exists() and source.samefile(target.parent)
+        return Path(os.path.realpath(source)) == target or source.samefile(target)
+    return False
+
+
+@contextmanager
+def replacing_path(path: AnyPath, name: str = "path") -> Iterator[Path]:
+    """Path of a new, empty file, that takes the place of `path` when the block ends and all of it is on the disk.
+
+    If anything fails, the new file is gone and what was at `path` is as it was.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (`check_output`).
+    """
+    target = check_output(path, name)
+    scratch = target.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        scratch.touch(exist_ok=False)
+        # Who must not read the old file must not read the new one, nor what is yet of it.
+        mode = (target if target.is_file() else scratch).stat().st_mode
+        scratch.chmod(0o600)
+        yield scratch
+        with open(scratch, "r+b") as file:
+            scratch.chmod(mode)
+            os.fsync(file.fileno())
+        os.replace(scratch, target)
+    except BaseException as error:
+        with suppress(OSError):
+            scratch.unlink()
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            raise OSError(
+                error.errno, f"{name} = {str(path)!r} was not written, and what was there is as it was: {why}"
+            ) from error
+        raise
+
+
+@contextmanager
+def replacing(path: AnyPath, name: str = "path") -> Iterator[BinaryIO]:
+    """As `replacing_path`, but open for writing."""
+    with replacing_path(path, name) as scratch, open(scratch, "wb") as file:
+        yield file

@@ -1,0 +1,37 @@
+"""Numbers that users give, held to what they may be, so that nothing is computed with any other."""
+
+from numbers import Integral, Real
+from reprlib import repr as short
+from typing import Any
+
+LARGEST = 2**31 - 1
+"""No number of tokens, rows, heads or channels is larger, so that products of four fit 64 bits where one is 0."""
+
+MOST_OF_A_MODEL = 2**16
+"""No model has more layers or heads."""
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
+    """`value`, a whole number within bounds.
+
+    Raises
+    ------
+    ValueError
+        If it is none: a bool, a float, NaN, text, or beyond the bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise ValueError(f"{name} = {short(value)}: give a whole number from {least} to {most}")
+    return int(value)
+
+
+def real(name: str, value: Any, least: float, most: float) -> float:
+    """`value`, a finite number within bounds.
+
+    Raises
+    ------
+    ValueError
+        If it is none: a bool, NaN, infinite, text, or beyond the bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{name} = {short(value)}: give a number from {least:g} to {most:g}")
+    return float(value)
