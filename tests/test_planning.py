@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 from kvfold import FoldedCache, attach
 from kvfold.cache.shape import LayerShape
-from kvfold.cli import app
+from kvfold.cli.app import app
 from kvfold.integrations.models import load_config
 from kvfold.integrations.transformers.shapes import layer_shapes, resolve_head_dim
 from kvfold.planning import bytes_per_token, held_bytes, plan
@@ -215,7 +215,7 @@ def test_command(tmp_path: Path) -> None:
         ({"model_type": "t5"}, "config is of an encoder-decoder model"),
         ({"model_type": "parrot"}, "config.json has model_type = 'parrot': transformers"),
         ({"model_type": ["llama"]}, "config.json has model_type = ['llama']"),
-        ({"model_type": "llama", "num_hidden_layers": "many"}, "transformers makes no config of"),
+        ({"model_type": "llama", "num_hidden_layers": "many"}, "num_hidden_layers = 'many': give a whole number"),
     ],
 )
 def test_what_cannot_be_planned(tmp_path: Path, plain: dict[str, Any], message: str) -> None:
