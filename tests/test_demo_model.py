@@ -32,14 +32,15 @@ def test_quality(demo: Demo, text_ids: Tensor) -> None:
     read_in_lockstep(model, text_ids[:, :1024], DynamicCache(config=model.config), caches, meters, chunk=512)
     result = {name: meter.result() for name, meter in meters.items()}
     assert result["dense"].kl_mean == 0
-    assert 0.04 < result["turboquant-4"].kl_mean < 0.10
-    assert 0.15 < result["turboquant-3"].kl_mean < 0.5
-    assert 1e-4 < result["kvfold-4"].kl_mean < 0.009
+    # Measured on this text: 0.051, 0.219; 0.0008, 0.0032, 0.0149; 0.0002. Rounding moves them by a few hundredths.
+    assert 0.03 < result["turboquant-4"].kl_mean < 0.08
+    assert 0.13 < result["turboquant-3"].kl_mean < 0.35
+    assert 2e-4 < result["kvfold-4"].kl_mean < 0.0016
     assert result["kvfold-4"].ppl < 1.01 * result["dense"].ppl
-    assert 1e-4 < result["kvfold-3"].kl_mean < 0.042
-    assert result["kvfold-3"].ppl < 1.045 * result["dense"].ppl
-    assert 1e-4 < result["kvfold-2"].kl_mean < 0.2
-    assert result["kvfold-2"].ppl < 1.22 * result["dense"].ppl
+    assert 1e-3 < result["kvfold-3"].kl_mean < 0.0065
+    assert result["kvfold-3"].ppl < 1.02 * result["dense"].ppl
+    assert 5e-3 < result["kvfold-2"].kl_mean < 0.03
+    assert result["kvfold-2"].ppl < 1.05 * result["dense"].ppl
     assert result["turboquant-8"].kl_mean < 0.001
     assert result["kvfold-4"].top1 > 0.95 > result["turboquant-3"].top1
 
