@@ -173,8 +173,10 @@ def _shrunk(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
     for name, sub in cls.sub_configs.items():
         if sub is AutoConfig:
             default = getattr(getattr(cls, "sub_configs_defaults", {}).get(name), "model_type", None)
-            sub = CONFIG_MAPPING.get(default, None)
-        if name in fields and sub is not None:
+            if default not in CONFIG_MAPPING:
+                continue
+            sub = CONFIG_MAPPING[default]
+        if name in fields:
             given[name] = _shrunk(sub).to_dict()
     if "attention_multiplier" in fields:  # 1 by default, which checkpoints do not keep
         given["attention_multiplier"] = 32**-0.5
@@ -193,10 +195,13 @@ def _layers(cls: type[PreTrainedConfig], fields: dict[str, Any]) -> dict[str, An
         default = cls()
     except Exception:
         return {name: 2 for name in LAYERS if name in fields}
+    given: dict[str, Any] = {}
     kinds = getattr(default, "layer_types", None)
+    if kinds is None and "sliding_window" in fields:  # a window for all layers or none, and checkpoints with none
+        given["sliding_window"] = None
     kinds = list(dict.fromkeys(kinds)) if kinds else ["full_attention"]
     number = max(2 * len(kinds), 2)
-    given: dict[str, Any] = {name: number for name in LAYERS if name in fields}
+    given |= {name: number for name in LAYERS if name in fields}
     if "layer_types" in fields and getattr(default, "layer_types", None):
         given["layer_types"] = kinds * 2 if len(kinds) > 1 else kinds * number
     for name in ("mlp_layer_types", "indexer_types", "layers_block_type"):
