@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 import kvfold
 from kvfold import FoldedCache
 from kvfold.integrations.transformers.layer import FoldedLayer
-from kvfold.planning import model_layers
+from kvfold.integrations.transformers.shapes import layer_shapes
 
 TOKENS = 320
 CHUNKS = [200, 1, 1, 70, 48]
@@ -240,7 +240,7 @@ def _check(row: Row, make: Callable[..., PreTrainedModel]) -> None:
         return
     row.layers = dict(Counter(_kind(layer) for layer in cache.layers))
     try:
-        plan = model_layers(model.model.config.to_dict())
+        plan = layer_shapes(model.model.config)
         kinds = {"full": "folded", "latent": "folded"}
         row.plan = dict(Counter(kinds.get(layer.kind, layer.kind) for layer in plan))
         row.plan_agrees = all(row.plan.get(kind, 0) == row.layers.get(kind, 0) for kind in ("folded", "sliding"))
