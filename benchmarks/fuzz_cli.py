@@ -43,7 +43,7 @@ from kvfold.cli.errors import run
 from kvfold.formats import BLOCKS, get_format
 from kvfold.formats.before_rope import frequencies_of
 
-HANGS = 120
+HANGS = 600
 """Seconds after which a list counts as hung."""
 SLOW = ("demo", "bench", "sweep", "tasks")
 """Commands of which half as many lists are drawn."""

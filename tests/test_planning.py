@@ -125,17 +125,16 @@ def test_gguf_of_gemma(tmp_path: Path) -> None:
     layers = layer_shapes(config)
     assert [i for i, layer in enumerate(layers) if layer.kind == "full"] == [5, 11, 17]
     assert {layer.window for layer in layers} == {0, 512}
-    cache = FoldedCache(config, "kvfold-4")
-    for tokens in (4095, 1):
+    cache = FoldedCache(config, "turboquant-4")
+    for tokens in (1499, 1):
         for index in range(18):
             cache.update(*torch.randn(2, 1, 1, tokens, 256), index)
-    out = json.loads(_plan("--model", str(folder), "--context", "4096", "--json").stdout)
+    asked = ("--model", str(folder), "--context", "1500", "--formats", "turboquant-4", "--json")
+    out, narrow = (json.loads(_plan(*asked, *more).stdout) for more in ((), ("--dtype", "bfloat16")))
     assert (out["layers"]["full"], out["layers"]["sliding"], out["dtype"]) == (3, 15, "float32")
-    (row,) = (row for row in out["rows"] if row["format"] == "kvfold-4")
-    assert row["held_bytes"] == pytest.approx(cache.held_bytes(), rel=0.01)
-    narrow = json.loads(_plan("--model", str(folder), "--context", "4096", "--dtype", "bfloat16", "--json").stdout)
-    (narrow_row,) = (row for row in narrow["rows"] if row["format"] == "kvfold-4")
-    assert row["held_bytes"] - narrow_row["held_bytes"] == 15 * 511 * 2 * 256 * 2
+    held, held_narrow = out["rows"][0]["held_bytes"], narrow["rows"][0]["held_bytes"]
+    assert held == pytest.approx(cache.held_bytes(), rel=0.01)
+    assert held - held_narrow == 15 * 511 * 2 * 256 * 2
 
 
 def test_known_bytes_a_token() -> None:

@@ -1,5 +1,6 @@
 """Attention over folded rows and pools on GPUs, in Triton (kvfold/kernels/triton/attend.py)."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, reduce
@@ -44,6 +45,8 @@ def unsupported(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | N
         return "the GPU kernels want Triton: install kvfold[gpu]"
     if query.device.type not in DEVICES:
         return f"the GPU kernels run on {' and '.join(DEVICES)} so far, the queries are on {query.device}"
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the GPU kernels run on a CPU in Triton's interpreter alone, with TRITON_INTERPRET=1"
     if query.dtype == torch.float64:
         return "the GPU kernels compute in float32, and the queries are float64"
     if mask is not None and mask.dtype != torch.bool:

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvfold.cache.files import replacing
+from kvfold.cache.files import check_input, replacing
 from kvfold.formats import KeyStatistics
 
 KIND = "kvfold-calibration-1"
@@ -141,8 +140,7 @@ class Calibration:
         ValueError
             If it is no calibration.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"calibration = {str(path)!r}: there is no such file; kvfold calibrate makes one")
+        check_input(path, "calibration", "kvfold calibrate")
         damaged = f"calibration = {str(path)!r}: the file is damaged; kvfold calibrate makes a new one"
         parts: dict[int, dict[str, Tensor]] = {}
         try:

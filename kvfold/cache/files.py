@@ -17,15 +17,16 @@ KINDS = (
 AnyPath = str | os.PathLike[str]
 
 
-def check_input(path: AnyPath, name: str = "path") -> Path:
-    """`path` if there is a file, which a program can read from its beginning to its end.
+def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
+    """`path` if there is a file, which a program can read from its beginning to its end; `made_by` says what makes one.
 
     Raises
     ------
     OSError
         If there is none, or it may not be read; the message begins with `name`.
     """
-    _status(path, name, must_be=True)
+    if _status(path, name) is None:
+        raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such file{made_by and f'; {made_by} makes one'}")
     if not os.access(path, os.R_OK):
         raise PermissionError(f"{name} = {str(path)!r} may not be read")
     return Path(path)
@@ -55,7 +56,7 @@ def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | N
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such folder")
-    old = _status(path, name, must_be=False)
+    old = _status(path, name)
     for source in inputs:
         if source is not None and _reads(Path(source), target):
             raise ValueError(f"{name} = {str(path)!r} would replace {str(source)!r}: name another file")
@@ -64,13 +65,11 @@ def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | N
     return target
 
 
-def _status(path: AnyPath, name: str, *, must_be: bool) -> os.stat_result | None:
-    """Of the file at `path`; None if there is nothing, which raises if it `must_be`. Raises if it is no file."""
+def _status(path: AnyPath, name: str) -> os.stat_result | None:
+    """Of the file at `path`; None if there is nothing. Raises if it is no file."""
     try:
-        status = os.stat(path)
+        status = os.stat(os.fspath(path) or os.curdir)
     except FileNotFoundError:
-        if must_be:
-            raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such file") from None
         return None
     except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a NUL
         reason = error.strerror if isinstance(error, OSError) else error

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvfold.cache.files import replacing
+from kvfold.cache.files import check_input, replacing
 from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 
 MAGIC = 0x54524941
@@ -163,10 +163,7 @@ class QueryStatistics:
         ValueError
             If it is no TRIA file of version 1 or 2, or damaged.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(
-                f"statistics = {str(path)!r}: there is no such file; kvfold calibrate --eviction makes one"
-            )
+        check_input(path, "statistics", "kvfold calibrate --eviction")
         try:
             return cls.from_bytes(Path(path).read_bytes())
         except ValueError as error:
