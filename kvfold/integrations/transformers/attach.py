@@ -138,6 +138,8 @@ class Attachment:
 
 def _replaceable(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs by which layers choose their attention; none if they do not choose."""
+    if not _chooses(decoder):
+        return []
     configs = _configs(decoder.config)
     before = [config._attn_implementation_internal for config in configs]
     _register()
@@ -150,6 +152,18 @@ def _replaceable(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
     finally:
         for config, own in zip(configs, before, strict=True):
             config._attn_implementation_internal = own
+
+
+def _chooses(decoder: nn.Module) -> bool:
+    """Whether code that keeps keys in a cache looks its attention function up.
+
+    transformers asks the whole file of a model, in which an image's attention may do so and the text's may not.
+    """
+    kinds = {type(module) for module in decoder.modules() if getattr(module, "layer_idx", None) is not None}
+    try:
+        return any("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind) for kind in kinds)
+    except OSError:  # code without a file
+        return True
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -177,7 +191,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         run, attachment = getattr(self, _FORWARD), vars(self).get(_ATTACHMENT)
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
-        if cache is None or attachment is None:
+        if cache is None or attachment is None or not cache.folds:
             return run(*args, **kwargs)
         mask = _attention_mask(run, args, kwargs)
         if cache.forward_pass.reads_folded:  # a model has called its decoder

@@ -399,6 +399,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self._before, self._updated = None, set()
 
     @property
+    def folds(self) -> bool:
+        """Whether any layer does."""
+        return any(isinstance(layer, FoldedLayer) for layer in self.layers)
+
+    @property
     def is_initialized(self) -> bool:
         """Whether layers hold tokens."""
         folded = self._folded()
