@@ -827,9 +827,8 @@ def check_plan(arguments: list[str], out: str, draw: Draw) -> None:
 
 def check_convert(arguments: list[str], out: str, draw: Draw) -> None:
     """The bytes are those that the formats themselves give."""
-    names = [
-        word for i, word in enumerate(arguments) if not word.startswith("-") and not arguments[i - 1].startswith("-")
-    ]
+    before = ["", *arguments]
+    names = [word for last, word in zip(before, arguments, strict=False) if not {last[:1], word[:1]} & {"-"}]
     source, target = (Path(name) for name in names[1:3])
     dim, position = int(given(arguments, "--head-dim", "128")), int(given(arguments, "--position", "0"))
     layer, base = int(given(arguments, "--layer", "0")), float(given(arguments, "--rope-base", "1e6"))

@@ -202,20 +202,21 @@ def _attention_is(name: str, function: Callable[..., Any]) -> Iterator[None]:
         AttentionInterface.register(name, own)
 
 
+def _that_computes_with_values() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.DiffLlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return transformers.DiffLlamaForCausalLM(config).eval()
+
+
 class TestFormatsThatWaitForQueries:
     """They fold, whether queries come or not."""
 
-    def _model_that_computes_with_values(self) -> PreTrainedModel:
-        torch.manual_seed(0)
-        config = transformers.DiffLlamaConfig(
-            vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
-        )  # fmt: skip
-        return transformers.DiffLlamaForCausalLM(config).eval()
-
     @pytest.mark.parametrize("attached", [True, False])
     def test_do_not_wait_for_ever(self, random_ids: Ids, caplog: pytest.LogCaptureFixture, attached: bool) -> None:
-        model = self._model_that_computes_with_values()
+        model = _that_computes_with_values()
         if attached:
             assert kvfold.attach(model)
         cache = FoldedCache(model.config, "kvfold-4")
@@ -300,6 +301,18 @@ class TestInterrupts:
             llama(random_ids(1, 60), past_key_values=cache)
         expected = llama(random_ids(1, 60), past_key_values=FoldedCache(llama.config, "kvfold-3")).logits
         assert torch.equal(llama(random_ids(1, 60), past_key_values=cache).logits, expected)
+
+    def test_a_fit_that_fails_when_a_pass_ends(self, random_ids: Ids) -> None:
+        """A model that does not show its queries has its formats fitted then, and its values may be too large."""
+        model = _that_computes_with_values()
+        assert kvfold.attach(model)
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1e6)
+        cache = FoldedCache(model.config, "kvfold-4", dense_dtype=torch.float32)
+        with pytest.raises(ValueError, match="layer 1: the scale of a page is beyond float16"):
+            model(random_ids(1, 200), past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {0}
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1e-6)
+        assert model(random_ids(1, 200), past_key_values=cache).logits.isfinite().all()
 
     def test_saving_and_copying_within_a_pass(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         cache = FoldedCache(llama.config, "kvfold-3")

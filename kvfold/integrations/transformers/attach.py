@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
@@ -191,24 +191,24 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         run, attachment = getattr(self, _FORWARD), vars(self).get(_ATTACHMENT)
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
-        if cache is None or attachment is None or not cache.folds:
+        if cache is None or attachment is None:
             return run(*args, **kwargs)
         mask = _attention_mask(run, args, kwargs)
         if cache.forward_pass.reads_folded:  # a model has called its decoder
             cache.take_padding(mask)
             return run(*args, **kwargs)
-        if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
+        if cache.folds and (kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False)):
             raise ValueError(
                 "output_attentions = True, but folded attention gives no weights: leave it out, or kvfold.detach(model)"
             )
         try:
             cache.begin_pass(self, attachment.decoder, attachment.backend, mask)
-            with attachment.in_use():
+            with attachment.in_use() if cache.folds else nullcontext():
                 output = run(*args, **kwargs)
+            cache.end_pass(broken=False)
         except BaseException:
             cache.end_pass(broken=True)
             raise
-        cache.end_pass(broken=False)
         return output
 
     guarded.reads_folded = True  # type: ignore[attr-defined]
