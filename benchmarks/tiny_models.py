@@ -79,7 +79,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 16},
     "mamba2": {"num_heads": 8},
-    "moshi": {"sliding_window": 4096},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 32},
