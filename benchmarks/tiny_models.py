@@ -79,6 +79,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 16},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 32},
@@ -197,7 +198,8 @@ def _layers(cls: type[PreTrainedConfig], fields: dict[str, Any]) -> dict[str, An
         return {name: 2 for name in LAYERS if name in fields}
     given: dict[str, Any] = {}
     kinds = getattr(default, "layer_types", None)
-    if kinds is None and "sliding_window" in fields:  # a window for all layers or none, and checkpoints with none
+    if kinds is None and "sliding_window" in fields and "None" in str(fields["sliding_window"].type):
+        # a window for all layers or none, and checkpoints with none
         given["sliding_window"] = None
     kinds = list(dict.fromkeys(kinds)) if kinds else ["full_attention"]
     number = max(2 * len(kinds), 2)
