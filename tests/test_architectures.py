@@ -18,7 +18,7 @@ KINDS = {
     "gemma3": "folded",  # the text of a vision-language model
     "diffllama": "unfolded",  # computes with values first
     "bloom": "unfolded",  # attention code of its own
-    "mamba": "dense",
+    "recurrent_gemma": "dense",
     "deepseek_v32": "dense",  # chooses what it reads
 }
 
