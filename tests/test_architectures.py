@@ -13,7 +13,7 @@ KINDS = {
     "llama": "folded",
     "gemma2": "folded",  # sliding windows between, scores capped, eager by itself
     "deepseek_v3": "folded",  # of latents
-    "gemma4_text": "folded",  # the last layers read others' keys
+    "gemma3n_text": "folded",  # the last layers read others' keys
     "qwen3_next": "folded",  # linear attention between
     "gemma3": "folded",  # the text of a vision-language model
     "diffllama": "unfolded",  # computes with values first
