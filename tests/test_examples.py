@@ -23,7 +23,7 @@ def test_example(script: Path) -> None:
     if script.stem in ("fold_a_model", "keys_and_values_apart"):
         assert bits[0] < 8  # so it does fold
     if script.stem == "keys_and_values_apart":
-        assert bits[1] < bits[0] < bits[2]  # coarser values, and then dense layers
+        assert bits[1] < min(bits[0], bits[2])  # coarser values; and dense layers beside them
 
 
 def test_there_are_examples() -> None:
