@@ -140,6 +140,31 @@ def check_status(status: int, out: str, err: str) -> Iterator[str]:
         yield f"exit 0 with {errors}"
 
 
+def make_model(folder: Path) -> Path:
+    """A tiny random Llama with a tokenizer of bytes, as a folder."""
+    config = LlamaConfig(
+        vocab_size=258,
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=4096,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    model = LlamaForCausalLM(config)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: number for number, letter in enumerate(letters)} | {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
 class Place:
     """A folder of files to read, of files that are damaged, and of paths that are no files."""
 
@@ -155,7 +180,7 @@ class Place:
             self._file("empty.txt", ""),
             self._file("nul.txt", "\0" * 9),
         ]
-        self.model = self._model()
+        self.model = make_model(self.folder / "model")
         self.bad_models = self._bad_models()
         self.vectors, self.blocks = 37, dict[str, Path]()
         x = torch.randn(self.vectors, 128)
@@ -246,29 +271,6 @@ class Place:
         path = self.folder / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
-
-    def _model(self) -> Path:
-        config = LlamaConfig(
-            vocab_size=258,
-            num_hidden_layers=2,
-            hidden_size=64,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            max_position_embeddings=4096,
-            bos_token_id=256,
-            eos_token_id=257,
-        )
-        model, folder = LlamaForCausalLM(config), self.folder / "model"
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        words = {letter: number for number, letter in enumerate(letters)} | {"<s>": 256, "</s>": 257}
-        tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        model.save_pretrained(folder)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-        return folder
 
     def _bad_models(self) -> list[Path]:
         """The model, with one thing wrong each."""

@@ -1,4 +1,7 @@
-"""Prompts of different lengths in one batch: each row is folded as if it were alone."""
+"""Prompts of different lengths in one batch: each row is folded as if it were alone.
+
+These are short: a row's first 256 tokens stay dense until that many have come.
+"""
 
 import kvfold
 

@@ -1,5 +1,6 @@
 """Every example runs as it stands."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,11 @@ def test_example(script: Path) -> None:
         assert "Paris" in run.stdout
     if script.stem == "generation_loop":
         assert "seven" in run.stdout
+    bits = [float(each) for each in re.findall(r"([\d.]+) bits a value", run.stdout)]
+    if script.stem in ("fold_a_model", "keys_and_values_apart"):
+        assert bits[0] < 8  # so it does fold
+    if script.stem == "keys_and_values_apart":
+        assert bits[1] < min(bits[0], bits[2])  # coarser values; and dense layers beside them
 
 
 def test_there_are_examples() -> None:
