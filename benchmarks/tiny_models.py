@@ -26,8 +26,8 @@ NAMES: tuple[tuple[int, str], ...] = (
          "shared_experts_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size index_topk "
          "expert_ffn_hidden_size feed_forward_size indexer_budget rel_extent"),
     (32, "head_dim global_head_dim d_head dim_head attention_head_size qk_nope_head_dim v_head_dim swa_head_dim "
-         "kv_lora_rank kv_channels index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim q_lora_rank "
-         "o_lora_rank indexer_head_dim mamba_d_head mamba_head_dim mamba_chunk_size chunk_size"),
+         "kv_lora_rank kv_channels index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim "
+         "q_lora_rank o_lora_rank indexer_head_dim mamba_d_head mamba_head_dim mamba_chunk_size chunk_size"),
     (16, "qk_rope_head_dim rotary_dim mamba_d_state state_size ssm_state_size time_step_rank mamba_dt_rank "
          "laurel_rank hidden_size_per_layer_input adapter_rank router_hidden_size gated_norm_rank num_mel_bins "
          "prompt_mid_dim hc_lowrank"),
