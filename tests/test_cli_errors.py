@@ -85,8 +85,8 @@ def test_models_that_are_damaged(fuzz: ModuleType, place: Any, command: str, nam
         ("many layers", "num_hidden_layers = 1000000000000"),
         ("less than none", "num_key_value_heads = -1"),
         ("no json", "config.json is no JSON"),
-        ("damaged gguf", "a.gguf is damaged, or no GGUF file"),
-        ("empty gguf", "a.gguf is damaged, or no GGUF file"),
+        ("damaged gguf", "a.gguf is damaged, no GGUF file, or"),
+        ("empty gguf", "a.gguf is damaged, no GGUF file, or"),
     ],
 )
 def test_a_plan_of_a_damaged_model(fuzz: ModuleType, place: Any, name: str, says: str) -> None:
@@ -145,10 +145,18 @@ def test_numbers_that_are_none_are_not_converted(fuzz: ModuleType, place: Any) -
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("temperature", ["1e-320", "1e-7", "nan", "inf", "1e7"])
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-7", "inf", "1e7"])
 def test_temperatures_that_are_none(fuzz: ModuleType, place: Any, temperature: str) -> None:
     says = _fails(fuzz, "generate", "--model", place.model, "--prompt", "Why?", "--temperature", temperature)
     assert "temperature = " in says
+
+
+def test_a_temperature_that_is_no_number(fuzz: ModuleType, place: Any) -> None:
+    """By releases of typer it is no argument, or one that the command refuses."""
+    status, out, err = fuzz.call(["generate", "--model", str(place.model), "--prompt", "Why?", "--temperature", "nan"])
+    assert out == ""
+    assert status in (1, 2)
+    assert "temperature" in err
 
 
 def test_arguments_that_are_no_utf_8(fuzz: ModuleType, place: Any) -> None:
@@ -326,6 +334,7 @@ def test_each_kind_of_error(
 def test_an_interrupt_of_what_is_imported(module: str) -> None:
     script = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in what runs in the background
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"

@@ -18,7 +18,11 @@ from kvfold.formats import get_formats, pair
 
 Ids = Callable[..., Tensor]
 FORMATS = ["turboquant-4", "turboquant-4+qjl", "turboquant-2.5", "centred-4", "kvfold-3", "float16", "q4_0", "tbq3"]
-MODES = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+MODES = [
+    (torch.inference_mode, torch.no_grad),
+    (torch.inference_mode, torch.enable_grad),
+    (torch.no_grad, torch.inference_mode),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +32,7 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("second", MODES)
-@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize(("first", "second"), MODES)
 def test_a_cache_goes_from_mode_to_mode(
     format: str,
     first: Callable[[], AbstractContextManager[None]],

@@ -224,12 +224,14 @@ def test_what_cannot_be_planned(tmp_path: Path, plain: dict[str, Any], message: 
 
 
 def test_gguf_that_cannot_be_planned(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.gguf: GGUF model with architecture parrot is not supported"):
+    with pytest.raises(
+        ValueError, match=r"model.gguf is damaged, .*: GGUF model with architecture parrot is not supported"
+    ):
         load_config(_gguf(tmp_path / "parrot", "parrot"))
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "model.gguf").write_bytes(b"GGUF..")
-    with pytest.raises(ValueError, match=r"transformers makes no config of .*damaged/model.gguf"):
+    with pytest.raises(ValueError, match=r"damaged/model.gguf is damaged, no GGUF file, or"):
         load_config(damaged)
 
 

@@ -66,9 +66,11 @@ def load_model(
     folder = Path(name)
     if not source or folder.is_file():
         raise ValueError(f"model = {source!r}: give smollm2, a folder, or a name on a model hub")
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
+        read_config(folder)  # sizes that nobody can build are refused
+    elif folder.is_dir():
         options["gguf_file"] = _only_gguf(folder).name
-    elif not folder.is_dir() and (folder.is_absolute() or source.startswith(".")):
+    elif folder.is_absolute() or source.startswith("."):
         raise FileNotFoundError(f"model = {source!r}: there is no such folder")
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
     try:
@@ -113,7 +115,8 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = make()
     except Exception as error:  # transformers and gguf check files in many ways
-        raise ValueError(f"transformers makes no config of {path}: {error}") from None
+        kind = "no GGUF file" if path.suffix == ".gguf" else "no model's config"
+        raise ValueError(f"{path} is damaged, {kind}, or of a model that transformers does not read: {error}") from None
     if config.dtype is None and path.suffix == ".gguf":
         config.dtype = torch.float32  # into which its weights are unpacked
     return config

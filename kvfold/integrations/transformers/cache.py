@@ -270,7 +270,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             if not held_by_layer(self.layers, self.text_config):
                 self.origin = Origin()
             self.origin.see(decoder)
-        if self.number is None:
+        if self.number is None and self.folds:
             self.number = number_of(self)
         self.forward_pass.reads_folded, self.forward_pass.backend = True, backend
         self._before, self._updated = [_undo(layer) for layer in self.layers], set()
