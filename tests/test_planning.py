@@ -224,9 +224,7 @@ def test_what_cannot_be_planned(tmp_path: Path, plain: dict[str, Any], message: 
 
 
 def test_gguf_that_cannot_be_planned(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"model.gguf is damaged, .*: GGUF model with architecture parrot is not supported"
-    ):
+    with pytest.raises(ValueError, match=r"model.gguf is damaged, .* architecture parrot is not supported"):
         load_config(_gguf(tmp_path / "parrot", "parrot"))
     damaged = tmp_path / "damaged"
     damaged.mkdir()
