@@ -124,6 +124,27 @@ def tiny_model(name: str) -> PreTrainedModel:
     return model
 
 
+def latent_model() -> PreTrainedModel:
+    """A random model with latent attention, not attached."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=32,
+        v_head_dim=32, first_k_dense_replace=2, max_position_embeddings=512,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config).eval()
+
+
+def model_that_computes_with_values() -> PreTrainedModel:
+    """A random DiffLlama, which splits cached values before its attention function gets them; not attached."""
+    torch.manual_seed(0)
+    config = transformers.DiffLlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return transformers.DiffLlamaForCausalLM(config).eval()
+
+
 @pytest.fixture(params=list(ARCHITECTURES))
 def tiny(request: pytest.FixtureRequest) -> PreTrainedModel:
     """Each architecture in turn, attached."""

@@ -1,12 +1,6 @@
 """One architecture of each kind beside its own dense cache, by the checks that docs/models.md is made with."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 from architectures import check
 
 KINDS = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, tiny_model
+from conftest import ARCHITECTURES, model_that_computes_with_values, tiny_model
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
@@ -202,21 +202,12 @@ def _attention_is(name: str, function: Callable[..., Any]) -> Iterator[None]:
         AttentionInterface.register(name, own)
 
 
-def _that_computes_with_values() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = transformers.DiffLlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    return transformers.DiffLlamaForCausalLM(config).eval()
-
-
 class TestFormatsThatWaitForQueries:
     """They fold, whether queries come or not."""
 
     @pytest.mark.parametrize("attached", [True, False])
     def test_do_not_wait_for_ever(self, random_ids: Ids, caplog: pytest.LogCaptureFixture, attached: bool) -> None:
-        model = _that_computes_with_values()
+        model = model_that_computes_with_values()
         if attached:
             assert kvfold.attach(model)
         cache = FoldedCache(model.config, "kvfold-4")
@@ -304,7 +295,7 @@ class TestInterrupts:
 
     def test_a_fit_that_fails_when_a_pass_ends(self, random_ids: Ids) -> None:
         """A model that does not show its queries has its formats fitted then, and its values may be too large."""
-        model = _that_computes_with_values()
+        model = model_that_computes_with_values()
         assert kvfold.attach(model)
         model.model.layers[1].self_attn.v_proj.weight.mul_(1e6)
         cache = FoldedCache(model.config, "kvfold-4", dense_dtype=torch.float32)

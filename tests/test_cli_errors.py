@@ -1,6 +1,5 @@
 """Whatever is asked of the command line: an answer, or one line that says what to mend."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fuzz_cli
 import pytest
 import torch
 import typer
@@ -25,21 +24,10 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def fuzz() -> ModuleType:
-    """benchmarks/fuzz_cli.py."""
-    spec = importlib.util.spec_from_file_location("fuzz_cli", ROOT / "benchmarks" / "fuzz_cli.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def place(fuzz: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Its files: a tiny model, texts, blocks, results, and others that are damaged."""
     here = os.getcwd()
-    yield fuzz.Place(tmp_path_factory.mktemp("fuzz"))
+    yield fuzz_cli.Place(tmp_path_factory.mktemp("fuzz"))
     os.chdir(here)
 
 
@@ -48,18 +36,18 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _fails(fuzz: ModuleType, *arguments: object) -> str:
+def _fails(*arguments: object) -> str:
     """The one line of an error that the user can mend."""
-    status, out, err = fuzz.call([str(argument) for argument in arguments])
+    status, out, err = fuzz_cli.call([str(argument) for argument in arguments])
     assert (status, out) == (1, ""), err
-    assert list(fuzz.check_status(status, out, err)) == []
+    assert list(fuzz_cli.check_status(status, out, err)) == []
     return next(line for line in err.splitlines() if line.startswith("error: "))
 
 
-def test_sixty_random_lists(fuzz: ModuleType, tmp_path: Path) -> None:
+def test_sixty_random_lists(tmp_path: Path) -> None:
     here = os.getcwd()
     try:
-        faults, statuses = fuzz.fuzz(tmp_path, 60, seed=3)
+        faults, statuses = fuzz_cli.fuzz(tmp_path, 60, seed=3)
     finally:
         os.chdir(here)
     assert faults == []
@@ -71,10 +59,10 @@ def test_sixty_random_lists(fuzz: ModuleType, tmp_path: Path) -> None:
     "words for numbers", "another kind", "unknown kind", "no json", "a list", "odd head_dim", "many layers",
 ])  # fmt: skip
 @pytest.mark.parametrize("command", ["generate", "calibrate", "eval", "bench", "sweep", "compare", "tasks", "demo"])
-def test_models_that_are_damaged(fuzz: ModuleType, place: Any, command: str, name: str) -> None:
+def test_models_that_are_damaged(place: Any, command: str, name: str) -> None:
     options = {"generate": ["--prompt", "Why?"], "tasks": ["--tasks", "needle", "--lengths", "150"], "demo": []}
     rest = options.get(command, ["--text", place.text])
-    says = _fails(fuzz, command, "--model", place.folder / name, *rest)
+    says = _fails(command, "--model", place.folder / name, *rest)
     assert name in says or "head_dim = 63" in says
 
 
@@ -89,8 +77,8 @@ def test_models_that_are_damaged(fuzz: ModuleType, place: Any, command: str, nam
         ("empty gguf", "a.gguf is damaged, no GGUF file, or"),
     ],
 )
-def test_a_plan_of_a_damaged_model(fuzz: ModuleType, place: Any, name: str, says: str) -> None:
-    assert says in _fails(fuzz, "plan", "--model", place.folder / name)
+def test_a_plan_of_a_damaged_model(place: Any, name: str, says: str) -> None:
+    assert says in _fails("plan", "--model", place.folder / name)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +88,15 @@ def test_a_plan_of_a_damaged_model(fuzz: ModuleType, place: Any, name: str, says
         ("0", "is 0 bytes"), ("0.0000001B", "is 0 bytes"), ("99999999999TB", "less than 2**63"), ("1e3", "write"),
     ],
 )  # fmt: skip
-def test_memories_that_are_none(fuzz: ModuleType, memory: str, says: str) -> None:
-    line = _fails(fuzz, "plan", "--layers", 2, "--kv-heads", 1, "--head-dim", 64, "--memory", memory)
+def test_memories_that_are_none(memory: str, says: str) -> None:
+    line = _fails("plan", "--layers", 2, "--kv-heads", 1, "--head-dim", 64, "--memory", memory)
     assert "memory = " in line
     assert says in line
 
 
-def test_a_terabyte_and_spaces_after_commas(fuzz: ModuleType) -> None:
+def test_a_terabyte_and_spaces_after_commas() -> None:
     numbers = ("plan", "--layers", "2", "--kv-heads", "1", "--head-dim", "64", "--json")
-    _, out, _ = fuzz.call([*numbers, "--memory", "1TB", "--formats", " bfloat16, kvfold-4 ,kvfold-4"])
+    _, out, _ = fuzz_cli.call([*numbers, "--memory", "1TB", "--formats", " bfloat16, kvfold-4 ,kvfold-4"])
     document = json.loads(out)
     assert document["memory"] == 10**12
     assert [row["format"] for row in document["rows"]] == ["bfloat16", "kvfold-4"]
@@ -116,63 +104,63 @@ def test_a_terabyte_and_spaces_after_commas(fuzz: ModuleType) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "eval", "demo", "bench", "tasks"])
 @pytest.mark.parametrize("listed", ["", " , "])
-def test_no_formats(fuzz: ModuleType, command: str, listed: str) -> None:
-    assert f"formats = {listed!r}: " in _fails(fuzz, command, "--formats", listed)
+def test_no_formats(command: str, listed: str) -> None:
+    assert f"formats = {listed!r}: " in _fails(command, "--formats", listed)
 
 
 @pytest.mark.parametrize("head_dim", [0, -128, 7, 63, 1032, 2**40])
-def test_vectors_of_no_length(fuzz: ModuleType, place: Any, head_dim: int) -> None:
+def test_vectors_of_no_length(place: Any, head_dim: int) -> None:
     for first, second in (("f32", "q8_0"), ("q8_0", "f32"), ("f32", "f32")):
         if head_dim in (7, 63) and (first, second) == ("f32", "f32"):
             continue
-        says = _fails(
-            fuzz, "convert", place.blocks[first], "out", "--from", first, "--to", second, "--head-dim", head_dim
-        )
+        says = _fails("convert", place.blocks[first], "out", "--from", first, "--to", second, "--head-dim", head_dim)
         assert f"head_dim = {head_dim}" in says
     assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("base", ["0", "-1", "nan", "inf", "1e-320", "1e300"])
-def test_rope_bases_that_are_none(fuzz: ModuleType, place: Any, base: str) -> None:
-    says = _fails(fuzz, "convert", place.blocks["f32"], "out", "--from", "f32", "--to", "amx3", "--rope-base", base)
+def test_rope_bases_that_are_none(place: Any, base: str) -> None:
+    says = _fails("convert", place.blocks["f32"], "out", "--from", "f32", "--to", "amx3", "--rope-base", base)
     assert "rope_base = " in says
 
 
-def test_numbers_that_are_none_are_not_converted(fuzz: ModuleType, place: Any) -> None:
+def test_numbers_that_are_none_are_not_converted(place: Any) -> None:
     for target in place.blocks:
-        says = _fails(fuzz, "convert", place.nan_blocks, "out", "--from", "f32", "--to", target)
+        says = _fails("convert", place.nan_blocks, "out", "--from", "f32", "--to", target)
         assert "nan.f32': vector 0 holds a NaN" in says
     assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("temperature", ["1e-320", "1e-7", "inf", "1e7"])
-def test_temperatures_that_are_none(fuzz: ModuleType, place: Any, temperature: str) -> None:
-    says = _fails(fuzz, "generate", "--model", place.model, "--prompt", "Why?", "--temperature", temperature)
+def test_temperatures_that_are_none(place: Any, temperature: str) -> None:
+    says = _fails("generate", "--model", place.model, "--prompt", "Why?", "--temperature", temperature)
     assert "temperature = " in says
 
 
-def test_a_temperature_that_is_no_number(fuzz: ModuleType, place: Any) -> None:
+def test_a_temperature_that_is_no_number(place: Any) -> None:
     """By releases of typer it is no argument, or one that the command refuses."""
-    status, out, err = fuzz.call(["generate", "--model", str(place.model), "--prompt", "Why?", "--temperature", "nan"])
+    status, out, err = fuzz_cli.call(
+        ["generate", "--model", str(place.model), "--prompt", "Why?", "--temperature", "nan"]
+    )
     assert out == ""
     assert status in (1, 2)
     assert "temperature" in err
 
 
-def test_arguments_that_are_no_utf_8(fuzz: ModuleType, place: Any) -> None:
-    assert "prompt is no UTF-8" in _fails(fuzz, "generate", "--model", place.model, "--prompt", "caf\udce9")
-    assert "is no UTF-8" in _fails(fuzz, "generate", "--model", "caf\udce9", "--prompt", "Why?")
-    assert "title is no UTF-8" in _fails(fuzz, "report", place.rows[0], "--title", "caf\udce9")
-    assert "no UTF-8: byte 3 is 0xe9" in _fails(fuzz, "eval", "--text", place.bad_texts[0])
+def test_arguments_that_are_no_utf_8(place: Any) -> None:
+    assert "prompt is no UTF-8" in _fails("generate", "--model", place.model, "--prompt", "caf\udce9")
+    assert "is no UTF-8" in _fails("generate", "--model", "caf\udce9", "--prompt", "Why?")
+    assert "title is no UTF-8" in _fails("report", place.rows[0], "--title", "caf\udce9")
+    assert "no UTF-8: byte 3 is 0xe9" in _fails("eval", "--text", place.bad_texts[0])
 
 
 @pytest.mark.parametrize("executor", ["float32/meta", "meta", "float99", "", "float32/float32/cpu/cpu"])
-def test_executors_that_are_none(fuzz: ModuleType, executor: str) -> None:
-    assert f"executor = {executor!r}" in _fails(fuzz, "compare", executor, "float32")
+def test_executors_that_are_none(executor: str) -> None:
+    assert f"executor = {executor!r}" in _fails("compare", executor, "float32")
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_report_rows_that_lack_a_key(fuzz: ModuleType, place: Any, number: int, tmp_path: Path) -> None:
+def test_report_rows_that_lack_a_key(place: Any, number: int, tmp_path: Path) -> None:
     """Each key of each kind of row, missing or of another kind, is named with the file, or not needed."""
     source = place.rows[number]
     text = source.read_text()
@@ -184,8 +172,8 @@ def test_report_rows_that_lack_a_key(fuzz: ModuleType, place: Any, number: int, 
             row[key] = wrong
             path = tmp_path / "rows.json"
             path.write_text(json.dumps(rows))
-            status, out, err = fuzz.call(["report", str(path), "--out", str(tmp_path / "page.html")])
-            assert list(fuzz.check_status(status, out, err)) == []
+            status, out, err = fuzz_cli.call(["report", str(path), "--out", str(tmp_path / "page.html")])
+            assert list(fuzz_cli.check_status(status, out, err)) == []
             if status:
                 refused.append(key)
                 assert "rows.json" in err
@@ -197,13 +185,13 @@ def test_report_rows_that_lack_a_key(fuzz: ModuleType, place: Any, number: int, 
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.tria", "kept.kv"])
-def test_files_that_are_cut(fuzz: ModuleType, place: Any, name: str) -> None:
+def test_files_that_are_cut(place: Any, name: str) -> None:
     option = {"a.safetensors": "--calibration", "a.tria": "--eviction", "kept.kv": "--cache"}[name]
-    says = _fails(fuzz, "generate", "--model", place.model, "--prompt", "Why?", option, place.folder / f"cut-{name}")
+    says = _fails("generate", "--model", place.model, "--prompt", "Why?", option, place.folder / f"cut-{name}")
     assert f"cut-{name}'" in says
 
 
-def test_outputs_onto_inputs(fuzz: ModuleType, place: Any) -> None:
+def test_outputs_onto_inputs(place: Any) -> None:
     before = place.state()
     for arguments in (
         ("report", place.rows[0], place.rows[1], "--out", place.rows[0]),
@@ -217,11 +205,11 @@ def test_outputs_onto_inputs(fuzz: ModuleType, place: Any) -> None:
     ):
         if "link.svg" in arguments:
             Path("link.svg").symlink_to(place.text)
-        assert "would replace" in _fails(fuzz, *arguments)
+        assert "would replace" in _fails(*arguments)
     assert place.state() == before
 
 
-def test_a_cache_of_another_document_is_kept(fuzz: ModuleType, place: Any, tmp_path: Path) -> None:
+def test_a_cache_of_another_document_is_kept(place: Any, tmp_path: Path) -> None:
     one, other = tmp_path / "one.txt", tmp_path / "other.txt"
     one.write_text("It rained all day. " * 20)
     other.write_text("It rained all night. " * 20)
@@ -238,7 +226,7 @@ def test_a_cache_of_another_document_is_kept(fuzz: ModuleType, place: Any, tmp_p
     ]
 
     def ask(*arguments: object) -> int:
-        status, out, err = fuzz.call([str(each) for each in (*common, *arguments)])
+        status, out, err = fuzz_cli.call([str(each) for each in (*common, *arguments)])
         assert status == 0, err
         return int(json.loads(out)["reused_tokens"])
 
@@ -246,14 +234,14 @@ def test_a_cache_of_another_document_is_kept(fuzz: ModuleType, place: Any, tmp_p
     assert ask("--file", one, "--prompt", "When?") > 300  # another question of the same document
     assert ask("--file", one) > 300
     kept = (tmp_path / "a.kv").read_bytes()
-    says = _fails(fuzz, *(each for each in common if each != "--json"), "--file", other, "--prompt", "Why?")
+    says = _fails(*(each for each in common if each != "--json"), "--file", other, "--prompt", "Why?")
     assert "holds another document" in says
     assert "--replace" in says
-    assert "holds another document" in _fails(fuzz, *common, "--prompt", "Something else, not to be lost?")
+    assert "holds another document" in _fails(*common, "--prompt", "Something else, not to be lost?")
     assert (tmp_path / "a.kv").read_bytes() == kept
     assert ask("--file", other, "--prompt", "Why?", "--replace") < 20
     assert ask("--file", other, "--prompt", "Where?") > 300
-    assert "no --cache" in _fails(fuzz, "generate", "--prompt", "Why?", "--replace")
+    assert "no --cache" in _fails("generate", "--prompt", "Why?", "--replace")
 
 
 @pytest.mark.parametrize(
@@ -261,20 +249,20 @@ def test_a_cache_of_another_document_is_kept(fuzz: ModuleType, place: Any, tmp_p
     [("kvfold-4", "near-lossless"), ("near-lossless", "kvfold-4:kvfold-4"), ("kvfold-4", "kvfold-4@64"),
      ("balanced", "uniform-4"), ("affine-4g128", "affine-4"), ("dense", "dense")],
 )  # fmt: skip
-def test_names_that_mean_the_same(fuzz: ModuleType, place: Any, one: str, other: str, tmp_path: Path) -> None:
+def test_names_that_mean_the_same(place: Any, one: str, other: str, tmp_path: Path) -> None:
     if one.startswith("affine"):
         one, other = "q8_0", "q8_0:q8_0"  # of 64 channels there are no groups of 128
     common = ["generate", "--model", str(place.model), "--file", str(place.page), "--max-new-tokens", "1", "--json"]
     common += ["--cache", str(tmp_path / "a.kv"), "--format"]
-    (status, _, err), (again, out, more) = fuzz.call([*common, one]), fuzz.call([*common, other])
+    (status, _, err), (again, out, more) = fuzz_cli.call([*common, one]), fuzz_cli.call([*common, other])
     assert (status, again) == (0, 0), err + more
     row = json.loads(out)
     assert row["reused_tokens"] == row["prompt_tokens"] - 1
-    assert "is folded as" in _fails(fuzz, *common, "turboquant-2")
+    assert "is folded as" in _fails(*common, "turboquant-2")
 
 
 @pytest.mark.parametrize("command", ["eval", "demo", "bench", "tasks", "generate", "compare"])
-def test_dense_is_a_format_of_every_command(fuzz: ModuleType, place: Any, command: str) -> None:
+def test_dense_is_a_format_of_every_command(place: Any, command: str) -> None:
     rest = {
         "eval": ["--text", place.page, "--passage", 100, "--passages", 1, "--formats", "dense,turboquant-4"],
         "demo": ["--tokens", 256, "--max-new-tokens", 1, "--formats", "turboquant-4,dense"],
@@ -283,7 +271,7 @@ def test_dense_is_a_format_of_every_command(fuzz: ModuleType, place: Any, comman
         "generate": ["--prompt", "Why?", "--max-new-tokens", 2, "--format", "dense"],
         "compare": ["--text", place.page, "--tokens", 40, "--generate", 1, "--format", "dense"],
     }[command]
-    status, out, err = fuzz.call([command, "--model", str(place.model), *map(str, rest), "--json"])
+    status, out, err = fuzz_cli.call([command, "--model", str(place.model), *map(str, rest), "--json"])
     assert status == 0, err
     document = json.loads(out)
     if command == "generate":
@@ -353,7 +341,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
 
 
-def test_help_shows_what_is_in_brackets(fuzz: ModuleType) -> None:
+def test_help_shows_what_is_in_brackets() -> None:
     """Nothing of an option's help is taken for markup: [mlx] and its kin."""
     command = typer.main.get_command(app)
     for name, sub in command.commands.items():  # type: ignore[attr-defined]
@@ -363,7 +351,7 @@ def test_help_shows_what_is_in_brackets(fuzz: ModuleType) -> None:
             text = getattr(option, "help", None) or ""
             assert "[" not in Console().render_str(text).plain or "\\[" in text, (name, option.name)
             assert Console().render_str(text).plain == text.replace("\\[", "["), (name, option.name)
-    assert "kvfold[mlx]" in " ".join(fuzz.call(["eval", "--help"])[1].split())
+    assert "kvfold[mlx]" in " ".join(fuzz_cli.call(["eval", "--help"])[1].split())
 
 
 def test_smaller_and_larger() -> None:

@@ -1,15 +1,13 @@
 """What pages show is run as it stands: Python here, command lines here or by benchmarks/documented_commands.py."""
 
 import ast
-import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import documented_commands as documented
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -22,17 +20,6 @@ from kvfold.formats import check_names
 ROOT = Path(__file__).parents[1]
 
 
-def _documented() -> ModuleType:
-    """benchmarks/documented_commands.py."""
-    spec = importlib.util.spec_from_file_location("documented_commands", ROOT / "benchmarks/documented_commands.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-documented = _documented()
 LINES = documented.documented_commands()
 SNIPPETS = [
     pytest.param(page, block, id=f"{page.stem}-{number}")
@@ -49,9 +36,7 @@ IN_SECONDS = ("kvfold formats", "kvfold convert", "kvfold plan")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what pages name: a tiny model, texts, blocks."""
     folder = tmp_path_factory.mktemp("documented")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        documented.make_files(folder)
+    documented.make_files(folder)
     return folder
 
 

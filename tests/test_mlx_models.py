@@ -9,7 +9,6 @@ import pkgutil
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ if importlib.util.find_spec("mlx_lm") is None:
     pytest.skip("the extra mlx is not installed", allow_module_level=True)
 from kvfold.kernels.mlx import mx  # isort: split
 
+import mlx_architectures
 import mlx_lm.models
 from mlx_lm.models import cache as theirs
 from mlx_lm.models import llama
@@ -27,17 +27,6 @@ from kvfold.integrations.mlx import attach, detach, make_prompt_cache
 from kvfold.integrations.mlx.layer import FoldedKVCache
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def architectures() -> ModuleType:
-    """benchmarks/mlx_architectures.py."""
-    spec = importlib.util.spec_from_file_location("mlx_architectures", ROOT / "benchmarks/mlx_architectures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -66,9 +55,9 @@ def _ids(n: int, seed: int = 0) -> mx.array:
         ("plamo2", "refused"), ("deepseek_v3", "refused"), ("gemma3n", "refused"), ("phi3small", "refused"),
     ],
 )  # fmt: skip
-def test_one_model_of_each_kind(name: str, kind: str, architectures: ModuleType) -> None:
+def test_one_model_of_each_kind(name: str, kind: str) -> None:
     """None is wrong, and what cannot be right is refused by name before it has read a token."""
-    row = architectures.tried(name)
+    row = mlx_architectures.tried(name)
     assert row.kind == kind
     assert not row.wrong
 
@@ -86,8 +75,8 @@ def test_the_table_has_every_model() -> None:
         assert not hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "ModelArgs")
 
 
-def test_what_is_refused_is_taken_dense(architectures: ModuleType) -> None:
-    gemma = architectures.build(importlib.import_module("mlx_lm.models.gemma2"))
+def test_what_is_refused_is_taken_dense() -> None:
+    gemma = mlx_architectures.build(importlib.import_module("mlx_lm.models.gemma2"))
     cache = make_prompt_cache(gemma, policy=kvfold.Policy("dense"))
     assert {type(layer) for layer in cache} == {theirs.KVCache}
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 import transformers
-from conftest import tiny_model
+from conftest import latent_model, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -171,13 +171,7 @@ def _hooked(linear: nn.Linear) -> nn.Module:
 
 @pytest.mark.parametrize("wrap", [LowRank, _hooked])
 def test_latent_attention_calls_what_expands(wrap: Callable[[nn.Linear], nn.Module], random_ids: Ids) -> None:
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=32,
-        v_head_dim=32, first_k_dense_replace=2, max_position_embeddings=512,
-    )  # fmt: skip
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    model = latent_model()
     plain = model(random_ids(1, 120)).logits
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = wrap(layer.self_attn.kv_b_proj)
@@ -185,7 +179,7 @@ def test_latent_attention_calls_what_expands(wrap: Callable[[nn.Linear], nn.Modu
     assert torch.equal(plain, expected) == (wrap is _hooked)
     kvfold.attach(model)
     torch.testing.assert_close(model(random_ids(1, 120)).logits, expected, atol=0, rtol=0)
-    got = model(random_ids(1, 120), past_key_values=FoldedCache(config, "float16")).logits
+    got = model(random_ids(1, 120), past_key_values=FoldedCache(model.config, "float16")).logits
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import latent_model, model_that_computes_with_values
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -396,17 +397,12 @@ class TestOtherModels:
 
     def test_attention_that_computes_with_cached_keys(self, random_ids: Ids, caplog: pytest.LogCaptureFixture) -> None:
         """DiffLlama splits cached values itself: they are unfolded there, and the log says so once a cache."""
-        torch.manual_seed(0)
-        config = transformers.DiffLlamaConfig(
-            vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
-        )  # fmt: skip
-        model = transformers.DiffLlamaForCausalLM(config).eval()
+        model = model_that_computes_with_values()
         kvfold.attach(model)
         ids = random_ids(1, 120)
-        dense = _logits(model, ids, DynamicCache(config=config))
+        dense = _logits(model, ids, DynamicCache(config=model.config))
         with caplog.at_level(logging.WARNING, "kvfold"):
-            folded = _logits(model, ids, FoldedCache(config, "turboquant-8"), [100] + [1] * 20)
+            folded = _logits(model, ids, FoldedCache(model.config, "turboquant-8"), [100] + [1] * 20)
         torch.testing.assert_close(folded, dense, atol=0.02, rtol=0.02)
         assert not torch.equal(folded, dense)
         assert sum("before its attention function" in r.message for r in caplog.records) == 1
@@ -505,17 +501,13 @@ class TestCompiled:
         torch.testing.assert_close(got, expected)
 
     def test_latents_leave_graphs(self, random_ids: Ids) -> None:
-        torch.manual_seed(0)
-        config = transformers.DeepseekV3Config(
-            vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=32,
-            v_head_dim=32, first_k_dense_replace=2, max_position_embeddings=512,
-        )  # fmt: skip
-        model, ids = transformers.DeepseekV3ForCausalLM(config).eval(), random_ids(1, 200)
+        model, ids = latent_model(), random_ids(1, 200)
         kvfold.attach(model)
-        expected = _logits(model, ids, FoldedCache(config, "turboquant-4"), [150, 1, 49])
         compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(_logits(compiled, ids, FoldedCache(config, "turboquant-4"), [150, 1, 49]), expected)
+        expected, got = (
+            _logits(run, ids, FoldedCache(model.config, "turboquant-4"), [150, 1, 49]) for run in (model, compiled)
+        )
+        torch.testing.assert_close(got, expected)
 
     def test_all_layers_are_in_one_graph(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         """One for the prompt, one for the first step, one for steps at any length; and no more for another cache."""

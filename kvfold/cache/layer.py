@@ -278,10 +278,12 @@ class LayerCache:
             if len(padding) != batch:
                 raise ValueError(f"padding has {len(padding)} entries for a batch of {batch}")
             skipped = [min(max(columns - self.columns, 0), n) for columns in padding]
-        key = self._as_stored(key, "key", skipped)
-        value = key[..., : value.shape[-1]] if self.values_of_keys else self._as_stored(value, "value", skipped)
-        if self._formats is None:
-            self._formats = self._fitted(self.formats_of(key.shape[-1], value.shape[-1]), key)
+        formats = self._formats or self._fitted(self.formats_of(key.shape[-1], value.shape[-1]), key)
+        key = self._as_stored(key, "key", skipped, formats)
+        value = (
+            key[..., : value.shape[-1]] if self.values_of_keys else self._as_stored(value, "value", skipped, formats)
+        )
+        self._formats = formats
         groups = self.groups + (self._starting(padding, n, key) if padding is not None and self.awaits_rows else [])
 
         try:
@@ -443,7 +445,7 @@ class LayerCache:
             return self.dense_dtype
         return x.dtype if x.dtype.itemsize == 2 else torch.float16
 
-    def _as_stored(self, x: Tensor, name: str, skipped: Sequence[int]) -> Tensor:
+    def _as_stored(self, x: Tensor, name: str, skipped: Sequence[int], formats: FormatPair) -> Tensor:
         """`x` in the stored dtype; row b's first `skipped[b]` columns are padding and may hold anything."""
         stored = x.detach().to(self._stored_dtype(x))
         if any(skipped):
@@ -459,16 +461,16 @@ class LayerCache:
         remedy = (
             "the model's own computation broke before the cache"
             if not torch.tensor(bad).isfinite()
-            else f"too large for {stored.dtype}; {self._remedy(x.shape[-1])}"
+            else f"too large for {stored.dtype}; {self._remedy(formats)}"
         )
         raise ValueError(
             f"layer {self.index}: {name} at position {self.columns + token} (row {row}, head {head}, "
             f"channel {channel}) is {bad}: {remedy}"
         )
 
-    def _remedy(self, dim: int) -> str:
+    def _remedy(self, formats: FormatPair) -> str:
         """What to do about a number that is too large for the stored dtype."""
-        if self.formats_of(dim, dim).folds_by_token:  # with a scale in float16
+        if formats.folds_by_token:  # with a scale in float16
             return self._kept_dense
         return f"pass dense_dtype=torch.float32, or, if it is to fold, {self._kept_dense}"
 

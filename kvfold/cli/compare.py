@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli.options import Json, Model, TextFile, check_format, print_json, text_of, token_progress
-from kvfold.evaluate.compare import Executor
+from kvfold.evaluate.compare import Executor, matched
 from kvfold.evaluate.compare import compare as compare_executors
 from kvfold.evaluate.quality import split_passages, versions
 from kvfold.formats import DEFAULT
@@ -60,7 +60,7 @@ def compare(
         table.add_column(column, justify="right")
     for row in result.layers:
         table.add_row(
-            str(row.layer), _share(row.key_match, row.key_bits), _share(row.value_match, row.value_bits),
+            str(row.layer), matched(row.key_match, row.key_bits), matched(row.value_match, row.value_bits),
             "–" if row.scale_error is None else f"{row.scale_error:.1e}",
             f"{row.hidden_cosine:.6f}", f"{row.hidden_cosine_min:.6f}",
         )  # fmt: skip
@@ -71,10 +71,3 @@ def compare(
     console.print(f"The continuations part at token {result.first_divergence}:", highlight=False)
     for name, written in zip(names, result.texts, strict=True):
         console.print(f"{name}: {tokenizer.decode(written)!r}", highlight=False, markup=False)
-
-
-def _share(value: float | None, bits: tuple[float, float] | None) -> str:
-    """A share, and the bits where the two have others."""
-    if value is None or bits is None:
-        return "–"
-    return f"{value:.2%}" if bits[0] == bits[1] else f"{bits[0]:.3g} and {bits[1]:.3g} bits"

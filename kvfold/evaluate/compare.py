@@ -6,7 +6,7 @@ states, and the text.
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -228,6 +228,13 @@ def _scale(store: PageStore | StoreView) -> Tensor:
     assert pages.channel_scale is not None
     scale = pages.channel_scale.unsqueeze(-2)
     return transform.invert(scale) if isinstance(transform, ChannelOrder) else scale
+
+
+def matched(share: float | None, bits: Sequence[float] | None) -> str:
+    """In words: the share of equal codes, or the bits where the two have others; none where nothing folds."""
+    if share is None:
+        return "–"
+    return f"{share:.2%}" if bits is None or len({*bits}) == 1 else " and ".join(f"{b:.3g}" for b in bits) + " bits"
 
 
 class _Side(NamedTuple):

@@ -16,6 +16,7 @@ from kvfold.cache.files import check_input
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up
 from kvfold.evaluate.behaviour.needle import Needle
+from kvfold.evaluate.compare import matched
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import OUTCOME, QUALITY, RUN, Row, check_row, read_rows
 from kvfold.evaluate.sweep import pareto
@@ -35,6 +36,7 @@ COMPARISON: Row = {
         {
             "layer": int, "key_match": (float, None), "value_match": (float, None), "scale_error": (float, None),
             "hidden_cosine": float, "hidden_cosine_min": float,
+            "key_bits": ([float], None), "value_bits": ([float], None),
         }
     ],
 }  # fmt: skip
@@ -324,7 +326,7 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
                 [
                     (
                         str(layer["layer"]),
-                        *(_share(layer.get(f"{side}_match")) for side in SIDES),
+                        *(matched(layer.get(f"{side}_match"), layer.get(f"{side}_bits")) for side in SIDES),
                         "–" if layer.get("scale_error") is None else f"{layer['scale_error']:.1e}",
                         f"{layer['hidden_cosine']:.6f}", f"{layer['hidden_cosine_min']:.6f}",
                     )
@@ -333,10 +335,6 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
             )
         )  # fmt: skip
         yield section
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2%}"
 
 
 def _plans(rows: Sequence[Row]) -> Iterator[Section]:

@@ -18,13 +18,13 @@ from kvfold.attention import BACKENDS
 from kvfold.integrations.transformers.attention import attention
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.latent import expand_unless_folded, latent_modules
+from kvfold.integrations.transformers.layer import GUARDED
 
 logger = logging.getLogger("kvfold")
 
 NAME = "kvfold"
 """The attention implementation, during passes over folded caches, of models that do not support "sdpa"."""
 _ATTACHMENT = "_kvfold_attachment"
-_FORWARD = "_kvfold_forward"
 
 
 def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
@@ -60,7 +60,7 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
         return True
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
-    decoder = decoder_of(model)
+    decoder = _decoder_of(model)
     configs = [] if decoder is None else _replaceable(decoder)
     if decoder is None or not configs:
         logger.warning(
@@ -69,12 +69,11 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
             type(model).__name__,
         )
         return False
-    _register()
     implementation = "sdpa" if getattr(decoder, "_supports_sdpa", False) else NAME
     attachment = Attachment(decoder, backend, implementation, configs)
     for module in {id(model): model, id(decoder): decoder}.values():
         setattr(module, _ATTACHMENT, attachment)
-        setattr(module, _FORWARD, module.forward)
+        setattr(module, GUARDED, module.forward)
         module.forward = MethodType(_guarded(module.forward), module)
     for latent in latent_modules(decoder):
         latent.expand_kv = MethodType(expand_unless_folded, latent)  # type: ignore[assignment]
@@ -94,7 +93,7 @@ def detach(model: PreTrainedModel) -> None:
         vars(latent).pop("expand_kv", None)
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
+def _decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """The part of a model that attends to the text; None if it does not tell one that runs alone."""
     for part in (model.get_decoder(), model.base_model):  # some tell their last layer as the first
         if isinstance(part, PreTrainedModel):
@@ -189,7 +188,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        run, attachment = getattr(self, _FORWARD), vars(self).get(_ATTACHMENT)
+        run, attachment = getattr(self, GUARDED), vars(self).get(_ATTACHMENT)
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
         if cache is None or attachment is None:
             return run(*args, **kwargs)
@@ -222,7 +221,7 @@ def _is_guarded(module: nn.Module) -> bool:
 
 def _restore(module: nn.Module) -> None:
     """Give a module back the `forward` that it had."""
-    forward = vars(module).pop(_FORWARD)
+    forward = vars(module).pop(GUARDED)
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
         del vars(module)["forward"]
     else:  # it was the module's own, such as accelerate gives it
