@@ -55,12 +55,13 @@ def test_held_bits_at_4096_tokens(demo: Demo, format: str, most: float, dtype: t
     model, _ = demo
     cache = FoldedCache(model.config, format)
     for n in [3000] + [8] * 137:
+        cache.begin_pass(model, model.model, None, None)
         for i in range(30):
             key, value = torch.randn(2, 1, 3, n, 64, dtype=dtype)
-            cache.forward_pass.reads_folded = True
             handle, _ = cache.update(key, value, i)
             assert isinstance(handle, FoldedHandle)
             handle.appended.layer.observe(torch.randn(1, 9, n, 64, dtype=dtype), handle.appended)
+        cache.end_pass(broken=False)
     assert cache.get_seq_length() == 4096
     assert cache.bits_per_value() <= most
     assert cache.report().values == 30 * 2 * 3 * 64 * 4096

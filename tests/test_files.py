@@ -77,7 +77,7 @@ def test_nothing_but_a_file_is_replaced(writer: str, kind: str, tmp_path: Path, 
 @pytest.mark.parametrize("reader", READERS)
 def test_nothing_but_a_file_is_read(reader: str, kind: str, tmp_path: Path) -> None:
     _make(kind, tmp_path / "x")
-    with pytest.raises(OSError, match=r"x'( is a|: Too many levels)"):
+    with pytest.raises(OSError, match=r"x'(: there is no such file, it is a|: Too many levels)"):
         READERS[reader](tmp_path / "x")
     with pytest.raises(FileNotFoundError, match="no such file"):
         READERS[reader](tmp_path / "y")

@@ -180,8 +180,7 @@ def test_layers_have_bits_of_their_own(demo: Demo, text_ids: Tensor) -> None:
         assert _formats(cache) == _names(_bits(cache))
     assert sum(map(sum, found[0])) == 180
     assert {n for own in found[0] for n in own} == {2, 3, 4}
-    for bits in found[1:]:  # two layers that cost about as much may change places
-        assert (torch.tensor(bits) != torch.tensor(found[0])).sum() <= 2
+    assert all(bits == found[0] for bits in found)
     assert all((other == codes[0]).float().mean() > 0.99 for other in codes)
     alike = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-3", budgets=False))
     model(ids, past_key_values=alike, logits_to_keep=1)

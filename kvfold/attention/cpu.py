@@ -81,7 +81,9 @@ def attend_rows(
     if whole is None:
         _check(query, rows, mask, sink_logits)
         query, out = query.resolve_neg().contiguous(), _room(query, rows)  # it does not take a tensor as it lies
-        whole = kernel.attend(query, out, scaling, pages, reach, _copied(sinks), _copied(given), *rest)
+        whole = kernel.attend(query, out, scaling, pages, reach, sinks, given, *rest)
+        if whole is None:  # nor is it the query
+            whole = kernel.attend(query, out, scaling, pages, reach, _copied(sinks), _copied(given), *rest)
         assert whole is not None
     if not whole:
         raise ValueError(

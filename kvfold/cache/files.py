@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+A_FILE, A_FOLDER = "a file", "a folder"
 KINDS = (
-    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISDIR, A_FOLDER), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
 )  # fmt: skip
 """What is no file, though it has a path."""
@@ -25,8 +26,11 @@ def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
     OSError
         If there is none, or it may not be read; the message begins with `name`.
     """
-    if _status(path, name) is None:
-        raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such file{made_by and f'; {made_by} makes one'}")
+    there = _kind(path, name)
+    if there != A_FILE:
+        found = there and f", it is {there}"
+        made_by = made_by and f"; {made_by} makes one"
+        raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such file{found}{made_by}")
     if not os.access(path, os.R_OK):
         raise PermissionError(f"{name} = {str(path)!r} may not be read")
     return Path(path)
@@ -56,28 +60,28 @@ def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | N
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such folder")
-    old = _status(path, name)
+    there = _kind(path, name)
+    if there and there != A_FILE:
+        error = IsADirectoryError if there == A_FOLDER else OSError
+        raise error(f"{name} = {str(path)!r} is {there} and was not written: give a file")
     for source in inputs:
         if source is not None and _reads(Path(source), target):
             raise ValueError(f"{name} = {str(path)!r} would replace {str(source)!r}: name another file")
-    if not os.access(target.parent, os.W_OK | os.X_OK) or (old is not None and not os.access(target, os.W_OK)):
+    if not os.access(target.parent, os.W_OK | os.X_OK) or (there and not os.access(target, os.W_OK)):
         raise PermissionError(f"{name} = {str(path)!r} may not be written")
     return target
 
 
-def _status(path: AnyPath, name: str) -> os.stat_result | None:
-    """Of the file at `path`; None if there is nothing. Raises if it is no file."""
+def _kind(path: AnyPath, name: str) -> str:
+    """What is at `path`: a file, something of `KINDS`, or nothing ("")."""
     try:
-        status = os.stat(os.fspath(path) or os.curdir)
+        mode = os.stat(os.fspath(path) or os.curdir).st_mode
     except FileNotFoundError:
-        return None
+        return ""
     except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a NUL
         reason = error.strerror if isinstance(error, OSError) else error
         raise OSError(f"{name} = {str(path)!r}: {reason}") from None
-    kind = next((kind for is_one, kind in KINDS if is_one(status.st_mode)), None)
-    if kind is not None:
-        raise OSError(f"{name} = {str(path)!r} is {kind}: give a file")
-    return status
+    return next((kind for is_one, kind in KINDS if is_one(mode)), A_FILE)
 
 
 def _reads(source: Path, target: Path) -> bool:

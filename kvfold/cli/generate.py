@@ -74,19 +74,15 @@ def generate(
     runtime: RuntimeName = "torch",
     cache_limit: Annotated[
         int | None,
-        typer.Option(
-            "--cache-limit-mb", min=0, max=LARGEST, help="mlx: MiB of freed memory that MLX keeps for itself."
-        ),
+        typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself."),
     ] = None,
     memory_limit: Annotated[
         int | None,
-        typer.Option(
-            "--memory-limit-mb", min=0, max=LARGEST, help="mlx: MiB that MLX takes in all before it waits, or swaps."
-        ),
+        typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps."),
     ] = None,
     wired_limit: Annotated[
         int | None,
-        typer.Option("--wired-limit-mb", min=0, max=LARGEST, help="mlx, on Macs: MiB that are never swapped."),
+        typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped."),
     ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,

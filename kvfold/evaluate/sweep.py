@@ -202,7 +202,7 @@ class Steps:
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one number of bits")
             for bits in getattr(self, name):
-                whole(name, bits, 1, 8)
+                whole(name, bits, 1, 8, "bits")
         for size in self.page_sizes:
             check_page_size("page_sizes", size)
         for residual in self.residuals or ():

@@ -11,8 +11,8 @@ MOST_OF_A_MODEL = 2**16
 """No model has more layers or heads."""
 
 
-def whole(name: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
-    """`value`, a whole number within bounds.
+def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, what: str = "a whole number") -> int:
+    """`value`, a whole number within bounds; `what` says of what, in the message.
 
     Raises
     ------
@@ -20,7 +20,7 @@ def whole(name: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
         If it is none: a bool, a float, NaN, text, or beyond the bounds.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise ValueError(f"{name} = {short(value)}: give a whole number from {least} to {most}")
+        raise ValueError(f"{name} = {short(value)}: give {what} from {least} to {most}")
     return int(value)
 
 

@@ -292,7 +292,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         elif begun:
             self._wait_no_longer()
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
-        self.forward_pass.appended.clear()
+        self.forward_pass.unread.clear()
         self._before = None
         if left is not None and not broken:
             raise not_taken(left)
@@ -302,7 +302,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def _wait_no_longer(self) -> None:
         """Let formats go by the keys alone whose layers were not attended to by folded attention."""
         waited = False
-        for appended in self.forward_pass.appended:
+        for appended in self.forward_pass.unread:
             waited |= appended.awaits_queries
             appended.layer.observe(None, appended)
         if waited:

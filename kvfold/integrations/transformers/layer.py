@@ -30,8 +30,8 @@ class ForwardPass:
         Whether an attached model runs, whose attention takes handles.
     backend
         What is to read them; None for the fastest.
-    appended
-        What folded layers have appended.
+    unread
+        What folded layers have appended whose queries they wait for.
     padding
         Padding columns at the left of each row; None if there are none or nobody said.
     warned
@@ -42,7 +42,7 @@ class ForwardPass:
 
     reads_folded: bool = False
     backend: str | None = None
-    appended: list[Appended] = field(default_factory=list)
+    unread: list[Appended] = field(default_factory=list)
     padding: Sequence[int] | None = None
     warned: set[str] | None = None
     awaited: int | None = None
@@ -90,7 +90,8 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         key, value = self.as_stored(key_states, value_states)
         if self.forward_pass.reads_folded:
             appended = self.folded.append(key, value, self.forward_pass.padding)
-            self.forward_pass.appended.append(appended)
+            if appended.awaits_queries:  # what others no longer wait for would hold a prompt's dense tokens
+                self.forward_pass.unread = [new for new in self.forward_pass.unread if new.awaits_queries] + [appended]
             how = self.forward_pass.warn_once, self.forward_pass.backend
             return FoldedHandle(appended, key_states, 0, *how), FoldedHandle(appended, value_states, 1, *how)
         if self.folded.sharpen:

@@ -23,10 +23,13 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-#ifdef __AVX512F__
-constexpr std::size_t kRows = 6;  // query rows whose sums stay in registers together
+// Bytes of a register, and how many query rows by lanes stay in registers as sums, together.
+#if defined(__AVX512F__)
+constexpr std::size_t kRegister = 64, kRows = 6, kWide = 4 * kLanes;
+#elif defined(__AVX2__)
+constexpr std::size_t kRegister = 32, kRows = 6, kWide = kLanes;
 #else
-constexpr std::size_t kRows = 2;
+constexpr std::size_t kRegister = 16, kRows = 2, kWide = kLanes;
 #endif
 constexpr std::size_t kRowBlock = 96;   // query rows that go through the pages together
 constexpr std::size_t kDenseBlock = 64;  // dense tokens that are read together
@@ -36,6 +39,7 @@ constexpr std::size_t kBlock = 4;        // rows whose softmax, or whose product
 #define KVFOLD_LAMBDA __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(64)));
+typedef float Register __attribute__((vector_size(kRegister)));
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t Ints __attribute__((vector_size(64)));
 
@@ -174,32 +178,32 @@ KVFOLD_INLINE Four sum_four(const Vec (&of)[kBlock]) {
   return reduce_four(of, [](Vec a, Vec b) KVFOLD_LAMBDA { return a + b; });
 }
 
-// c[rows][16·Width] (+)= a[rows][depth] · b[depth][16·Width]
-template <std::size_t Rows, std::size_t Width, bool Add>
+// c[Rows][Lanes] (+)= a[Rows][depth] · b[depth][Lanes]. In registers by name: compilers keep sums of wider vectors in memory.
+template <std::size_t Rows, std::size_t Lanes, bool Add>
 void multiply_block(std::size_t depth, const float* a, std::size_t a_row, const float* b, std::size_t b_row, float* c,
                     std::size_t c_row) {
-  Vec sums[Rows][Width];
-  for (std::size_t r = 0; r < Rows; ++r)
-    for (std::size_t w = 0; w < Width; ++w) sums[r][w] = Add ? load(c + r * c_row + w * kLanes) : Vec{};
+  constexpr std::size_t kPart = kRegister / sizeof(float), kParts = Lanes / kPart;
+  Register sums[Rows][kParts] = {};
+  for (std::size_t r = 0; Add && r < Rows; ++r)
+    for (std::size_t w = 0; w < kParts; ++w) std::memcpy(&sums[r][w], c + r * c_row + w * kPart, kRegister);
   for (std::size_t k = 0; k < depth; ++k) {
-    Vec line[Width];
-    for (std::size_t w = 0; w < Width; ++w) line[w] = load(b + k * b_row + w * kLanes);
+    Register line[kParts];
+    for (std::size_t w = 0; w < kParts; ++w) std::memcpy(&line[w], b + k * b_row + w * kPart, kRegister);
     for (std::size_t r = 0; r < Rows; ++r) {
       const float x = a[r * a_row + k];
-      for (std::size_t w = 0; w < Width; ++w) sums[r][w] += x * line[w];
+      for (std::size_t w = 0; w < kParts; ++w) sums[r][w] += x * line[w];
     }
   }
   for (std::size_t r = 0; r < Rows; ++r)
-    for (std::size_t w = 0; w < Width; ++w) store(c + r * c_row + w * kLanes, sums[r][w]);
+    for (std::size_t w = 0; w < kParts; ++w) std::memcpy(c + r * c_row + w * kPart, &sums[r][w], kRegister);
 }
 
 template <std::size_t Rows, bool Add>
 void multiply_rows(std::size_t depth, std::size_t width, const float* a, std::size_t a_row, const float* b,
                    std::size_t b_row, float* c, std::size_t c_row) {
   std::size_t w = 0;
-  for (; w + 4 * kLanes <= width; w += 4 * kLanes)
-    multiply_block<Rows, 4, Add>(depth, a, a_row, b + w, b_row, c + w, c_row);
-  for (; w < width; w += kLanes) multiply_block<Rows, 1, Add>(depth, a, a_row, b + w, b_row, c + w, c_row);
+  for (; w + kWide <= width; w += kWide) multiply_block<Rows, kWide, Add>(depth, a, a_row, b + w, b_row, c + w, c_row);
+  for (; w < width; w += kLanes) multiply_block<Rows, kLanes, Add>(depth, a, a_row, b + w, b_row, c + w, c_row);
 }
 
 // c (+)= a · b; `width` and the rows of b and c are multiples of 16.
