@@ -27,8 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvfold.attention import attend
-from kvfold.attention.triton import attend_pages
+from kvfold.attention.triton import attend_pages, attend_rows
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, plan, why_not_paged
 from kvfold.formats import KeyStatistics, get_formats
@@ -125,7 +124,9 @@ def over_rows(
     new = cache.append(x[:, :, 1_024:], value[:, :, 1_024:])
     query = torch.randn(1, repeat, tokens, dim).to(dtype)
     mask = torch.ones(1, 1, tokens, 1_024 + tokens, dtype=torch.bool) if masked else None
-    return lambda: attend(query, new, scaling=dim**-0.5, mask=mask, backend="triton")
+    cache.observe(query, new)
+    rows, dense = cache.groups[0].rows, new.dense[0]
+    return lambda: attend_rows(query, rows, dense, scaling=dim**-0.5, mask=mask)
 
 
 def over_pool(name: str, dim: int, repeat: int) -> Callable[[], object]:

@@ -31,7 +31,7 @@ def check_page_size(name: str, size: int) -> None:
     """Raise ValueError unless a page can have so many tokens; `name` is what the user gave them as."""
     whole(name, size)
     if size % TILE or not TILE <= size <= LARGEST_PAGE:
-        raise ValueError(f"{name} = {size}: a page is a multiple of {TILE} tokens, up to {LARGEST_PAGE}")
+        raise ValueError(f"{name} = {size}: a page is a multiple of {TILE} tokens, no pages of over {LARGEST_PAGE}")
 
 
 @dataclass(frozen=True)
