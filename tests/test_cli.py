@@ -25,7 +25,6 @@ def test_help_teaches() -> None:
         assert "--json" in _kvfold(command, "--help").stdout
 
 
-@pytest.mark.contract
 def test_formats() -> None:
     table = _kvfold("formats").stdout
     rows = json.loads(_kvfold("formats", "--head-dim", "64", "--json").stdout)
@@ -144,7 +143,6 @@ def test_errors_are_one_clear_line(arguments: tuple[str, ...], message: str) -> 
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.contract
 def test_forgetting(tmp_path: Path) -> None:
     """Measured, and then used, with files and options that do not fit named."""
     tria, document = str(tmp_path / "model.tria"), tmp_path / "doc.txt"

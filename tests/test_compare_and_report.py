@@ -98,7 +98,6 @@ class _Page(HTMLParser):
                 self.fetched.append(f"{tag} {name}={value}")
 
 
-@pytest.mark.contract
 def test_report(tmp_path: Path) -> None:
     """From rows that the commands really wrote to a page that fetches nothing."""
     files = []

@@ -22,7 +22,6 @@ def test_text_is_long_enough() -> None:
     assert len(standard_text()) > 400_000
 
 
-@pytest.mark.contract
 def test_quality(demo: Demo, text_ids: Tensor) -> None:
     """One passage of the protocol: the published method is faithfully there, and the default is far better."""
     model, _ = demo

@@ -639,7 +639,6 @@ def test_slots_and_positions_agree(data: st.DataObject) -> None:
 # Batches, cropping, files, failures
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("name", ["pages", "tokens", "snap"])
 @pytest.mark.parametrize("format", ["turboquant-4", "kvfold-4"])
 def test_a_row_in_a_batch_is_the_row_alone(name: str, format: str, llama: PreTrainedModel, random_ids: Ids) -> None:

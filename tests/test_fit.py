@@ -238,7 +238,6 @@ def test_bad_calibrations(tmp_path: Path, demo: tuple[PreTrainedModel, PreTraine
         cache.append(*_qkv(5)[1:])
 
 
-@pytest.mark.contract
 def test_calibrating_the_demo_model(
     demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path
 ) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import latent_model, model_that_computes_with_values
+from conftest import latent_model, model_that_computes_with_values, tiny_model
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 import kvfold
 from kvfold import FoldedCache, Policy
@@ -173,8 +175,6 @@ class TestLayers:
     @pytest.mark.contract
     @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
     def test_sliding_layers_stay_dense(self, name: str, random_ids: Ids) -> None:
-        from conftest import tiny_model
-
         model = tiny_model(name)
         kvfold.attach(model)
         cache = FoldedCache(model.config, "centred-4")
@@ -240,8 +240,6 @@ class TestErrors:
 
     @pytest.mark.contract
     def test_another_config(self, llama: PreTrainedModel, random_ids: Ids) -> None:
-        from conftest import tiny_model
-
         other = tiny_model("qwen3")
         cache = FoldedCache(other.config)
         with pytest.raises(ValueError, match="made for a qwen3 config with 4 layers, the model is a llama with 4"):
@@ -266,8 +264,6 @@ class TestErrors:
     @pytest.mark.parametrize("format", FORMATS)
     def test_a_broken_pass_leaves_no_trace(self, format: str, name: str, n: int, random_ids: Ids) -> None:
         """Layer 2 fails: all layers forget the pass, and the cache goes on as if it had not been."""
-        from conftest import tiny_model
-
         model = tiny_model(name.split()[0])
         kvfold.attach(model)
         policy = Policy(format, dense_first=int("dense" in name), exceptions=[(2, format)])
@@ -461,14 +457,29 @@ def test_a_prefix_is_read_once_and_continued_often(llama: PreTrainedModel, rando
     assert prefix.held_bytes() == held
 
 
+class _OwnAttention(LlamaAttention):
+    """Attention that asks nobody which function to call, as GPT-J's before transformers 5.24 and BLOOM's."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        (cache,) = (x for x in kwargs.values() if isinstance(x, Cache))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (p(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = cache.update(key, value, self.layer_idx)
+        causal = attention_mask is None and query.shape[2] > 1
+        out = scaled_dot_product_attention(query, key, value, attention_mask, is_causal=causal, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
 @pytest.mark.contract
 def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixture, random_ids: Ids) -> None:
-    """GPT-J computes attention itself: it cannot be attached, and runs on the unfolded cache."""
-    torch.manual_seed(0)
-    config = transformers.GPTJConfig(
-        vocab_size=256, n_positions=512, n_embd=128, n_layer=2, n_head=2, rotary_dim=16, bos_token_id=1, eos_token_id=2
-    )
-    model = transformers.GPTJForCausalLM(config).eval()
+    """Such a model cannot be attached, and runs on the unfolded cache."""
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = _OwnAttention
+    config = model.config
     with caplog.at_level(logging.WARNING, "kvfold"):
         assert not kvfold.attach(model)
     assert any("has its own attention code" in r.message for r in caplog.records)
@@ -478,10 +489,9 @@ def test_own_attention_code_falls_back_and_says_so(caplog: pytest.LogCaptureFixt
     dense = _logits(model, ids, DynamicCache(config=config))
     assert isinstance(cache.layers[0], FoldedLayer)
     assert not torch.equal(folded[:, 150:], dense[:, 150:])
-    torch.testing.assert_close(folded, dense, atol=0.02, rtol=0.02)
+    assert (folded - dense).norm() < 0.01 * dense.norm()
 
 
-@pytest.mark.contract
 class TestCompiled:
     """Models under torch.compile."""
 
@@ -491,6 +501,7 @@ class TestCompiled:
     def nothing_is_compiled_yet(self) -> None:
         torch._dynamo.reset()
 
+    @pytest.mark.contract
     @pytest.mark.parametrize("policy", [Policy("kvfold-3"), Policy("kvfold-3", dense_first=1)], ids=["folded", "mixed"])
     def test_reads_what_an_eager_model_reads(self, llama: PreTrainedModel, random_ids: Ids, policy: Policy) -> None:
         """Whether all layers are in one graph, or graphs end where dense and folded ones grow."""
@@ -509,6 +520,7 @@ class TestCompiled:
         )
         torch.testing.assert_close(got, expected)
 
+    @pytest.mark.contract
     def test_all_layers_are_in_one_graph(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         """One for the prompt, one for the first step, one for steps at any length; and no more for another cache."""
         model, ids = llama.float(), random_ids(2, 150)

@@ -224,8 +224,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
                     self._check_shape(key_states, layer_idx)
                 return layer.update(key_states, value_states, *args, **kwargs)
             read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if not isinstance(layer, DynamicSlidingWindowLayer):
+                return read
             _hold_the_window_alone(layer)
-            return read
+            masked = layer.sliding_window - 1 + key_states.shape[2]
+            return read[0][:, :, -masked:], read[1][:, :, -masked:]  # before 5.17 all that is kept for drafts comes
         except BaseException:
             self._roll_back()
             raise
@@ -643,9 +646,9 @@ def _undo(layer: Any, *, grows: bool = True) -> Callable[[], None]:
     return undo
 
 
-def _hold_the_window_alone(layer: Any) -> None:
+def _hold_the_window_alone(layer: DynamicSlidingWindowLayer) -> None:
     """Let a sliding window let go of the prompt that its tokens are a view of."""
-    if not isinstance(layer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
+    if getattr(layer, "record_past", False):
         return
     for name in ("keys", "values"):
         held = getattr(layer, name)
