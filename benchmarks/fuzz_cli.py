@@ -426,7 +426,7 @@ class Draw:
     def output(self, suffix: str = "") -> str:
         if self.rarely(0.2):
             path = self.one([*self.no_files(), self.place.text, *self.place.rows, self.place.model / "config.json"])
-            self.outputs.append(Path(path))
+            self.outputs.append(self.place.out / path)  # where commands run
             return str(path)
         path = self.place.out / str(self.one(("new", "old"))) if not suffix else self.place.out / f"new{suffix}"
         self.outputs.append(path)

@@ -56,7 +56,7 @@ def test_sixty_random_lists(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [
     "no weights", "no tokenizer", "cut weights", "pickled weights", "damaged gguf", "cut gguf", "empty gguf",
-    "words for numbers", "another kind", "unknown kind", "no json", "a list", "odd head_dim", "many layers",
+    "words for numbers", "another kind", "unknown kind", "no json", "a list", "odd head_dim", "many layers", "no layers",
 ])  # fmt: skip
 @pytest.mark.parametrize("command", ["generate", "calibrate", "eval", "bench", "sweep", "compare", "tasks", "demo"])
 def test_models_that_are_damaged(place: Any, command: str, name: str) -> None:
@@ -71,6 +71,7 @@ def test_models_that_are_damaged(place: Any, command: str, name: str) -> None:
     [
         ("words for numbers", "config.json: num_hidden_layers = 'two': give a whole number"),
         ("many layers", "num_hidden_layers = 1000000000000"),
+        ("no layers", "num_hidden_layers = 0: give a whole number from 1"),
         ("less than none", "num_key_value_heads = -1"),
         ("no json", "config.json is no JSON"),
         ("damaged gguf", "a.gguf is damaged, no GGUF file, or"),

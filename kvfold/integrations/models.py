@@ -37,6 +37,7 @@ MOST = dict.fromkeys(
      "sliding_window"), LARGEST
 )  # fmt: skip
 """Whole numbers of a config that say how large a cache is, and the most that they can be."""
+NOT_ZERO = {"num_hidden_layers", "num_attention_heads", "hidden_size"}
 
 
 def load_model(
@@ -140,7 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key in MOST.keys() & part.keys():
             if part[key] is not None and not isinstance(part[key], list):  # some models have one for each layer
-                whole(f"{path}: {key}", part[key], 0, MOST[key])
+                whole(f"{path}: {key}", part[key], int(key in NOT_ZERO), MOST[key])
     return config
 
 
