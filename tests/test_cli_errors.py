@@ -56,7 +56,8 @@ def test_sixty_random_lists(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [
     "no weights", "no tokenizer", "cut weights", "pickled weights", "damaged gguf", "cut gguf", "empty gguf",
-    "words for numbers", "another kind", "unknown kind", "no json", "a list", "odd head_dim", "many layers", "no layers",
+    "words for numbers", "another kind", "unknown kind", "no json", "a list", "odd head_dim", "many layers",
+    "no layers",
 ])  # fmt: skip
 @pytest.mark.parametrize("command", ["generate", "calibrate", "eval", "bench", "sweep", "compare", "tasks", "demo"])
 def test_models_that_are_damaged(place: Any, command: str, name: str) -> None:

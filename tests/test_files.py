@@ -85,9 +85,9 @@ def test_nothing_but_a_file_is_read(reader: str, kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_folder_that_is_not_there(writer: str, tmp_path: Path, llama: Any) -> None:
-    for name in ("no/x", "y/x", "z" * 300):
+    for name in ("no/x", "y/x", "z" * 300, "\udcff"):
         (tmp_path / "y").touch()
-        with pytest.raises(OSError, match=r"= '.*'(: there is no such folder|: File name too long)"):
+        with pytest.raises(OSError, match=r"= '.*'(: there is no such folder|: File name too long|: a name that)"):
             WRITERS[writer](tmp_path / name, llama)
     assert [path.name for path in tmp_path.iterdir()] == ["y"]
 

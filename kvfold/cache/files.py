@@ -75,9 +75,12 @@ def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | N
 def _kind(path: AnyPath, name: str) -> str:
     """What is at `path`: a file, something of `KINDS`, or nothing ("")."""
     try:
+        os.fspath(path).encode()  # safetensors opens no other names
         mode = os.stat(os.fspath(path) or os.curdir).st_mode
     except FileNotFoundError:
         return ""
+    except UnicodeEncodeError:
+        raise OSError(f"{name} = {str(path)!r}: a name that is no UTF-8; name another file") from None
     except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a NUL
         reason = error.strerror if isinstance(error, OSError) else error
         raise OSError(f"{name} = {str(path)!r}: {reason}") from None
