@@ -226,7 +226,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
             read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             if not isinstance(layer, DynamicSlidingWindowLayer):
                 return read
-            _hold_the_window_alone(layer)
+            if not layer.record_past:
+                _hold_the_window_alone(layer)
+                return read
             masked = layer.sliding_window - 1 + key_states.shape[2]
             return read[0][:, :, -masked:], read[1][:, :, -masked:]  # before 5.17 all that is kept for drafts comes
         except BaseException:
@@ -648,8 +650,6 @@ def _undo(layer: Any, *, grows: bool = True) -> Callable[[], None]:
 
 def _hold_the_window_alone(layer: DynamicSlidingWindowLayer) -> None:
     """Let a sliding window let go of the prompt that its tokens are a view of."""
-    if getattr(layer, "record_past", False):
-        return
     for name in ("keys", "values"):
         held = getattr(layer, name)
         spare = held.untyped_storage().nbytes() - held.nbytes
