@@ -79,10 +79,10 @@ def test_answers_in_bfloat16(demo: Demo) -> None:
 
 
 def test_peak_memory_of_a_process_falls(tmp_path: Path) -> None:
-    """Two rows of 2,000 tokens in fresh processes: what the cache adds to the peak shrinks."""
+    """Three rows of 2,000 tokens in fresh processes: what the cache adds to the peak shrinks."""
     script = Path(__file__).parent.parent / "benchmarks" / "memory.py"
     out = tmp_path / "rows.json"
-    options = ["--context", "2000", "--rows", "2", "--new", "4", "--caches", "dense,kvfold-4", "--json", str(out)]
+    options = ["--context", "2000", "--rows", "3", "--new", "4", "--caches", "dense,kvfold-4", "--json", str(out)]
     subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
     dense, folded = json.loads(out.read_text())
     assert folded["held_bytes"] < 0.36 * dense["held_bytes"]

@@ -537,13 +537,11 @@ def test_evaluation_agrees_with_torch(
     assert row.to_json()["versions"].keys() >= {"mlx", "mlx-lm", "kvfold"}
 
 
-def test_ablation_passes_through_mlx(
-    smollm2: tuple[Any, Any], demo: tuple[Any, Any], fixed_text: str, tmp_path: Path
-) -> None:
+def test_ablation_passes_through_mlx(smollm2: tuple[Any, Any], fixed_text: str, tmp_path: Path) -> None:
     from kvfold.integrations.models import demo_folder, load_config
 
     runtime = MlxRuntime(smollm2[0], load_config(demo_folder()))
-    passage = demo[1](fixed_text, return_tensors="pt").input_ids[:, :400]
+    passage = torch.tensor([smollm2[1].encode(fixed_text)[:400]])
     job = Sweep(runtime, [passage], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
     rows = job.ablate()
     assert [row["stage"].split("/")[1] for row in rows] == [

@@ -82,7 +82,7 @@ def attend_rows(
         _check(query, rows, mask, sink_logits)
         query, out = query.resolve_neg().contiguous(), _room(query, rows)  # it does not take a tensor as it lies
         whole = kernel.attend(query, out, scaling, pages, reach, sinks, given, *rest)
-        if whole is None:  # nor is it the query
+        if whole is None:  # that is not the query alone
             whole = kernel.attend(query, out, scaling, pages, reach, _copied(sinks), _copied(given), *rest)
         assert whole is not None
     if not whole:

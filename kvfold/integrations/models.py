@@ -38,6 +38,7 @@ MOST = dict.fromkeys(
 )  # fmt: skip
 """Whole numbers of a config that say how large a cache is, and the most that they can be."""
 NOT_ZERO = {"num_hidden_layers", "num_attention_heads", "hidden_size"}
+"""Those without which there is nothing to cache."""
 
 
 def load_model(

@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.sample_utils import make_sampler
 from torch import Tensor
 
-from kvfold.formats.numbers import LARGEST
+from kvfold.formats.numbers import whole
 from kvfold.integrations.transformers.prompt import Answer
 
 MIB = 2**20
@@ -32,11 +32,11 @@ def set_memory_limits(cache: int | None = None, memory: int | None = None, wired
     Raises
     ------
     ValueError
-        If a number is negative, or `wired` is given where there is no Metal.
+        If a number is negative or beyond any memory, or `wired` is given where there is no Metal.
     """
     for name, mib in (("cache", cache), ("memory", memory), ("wired", wired)):
-        if mib is not None and not 0 <= mib <= LARGEST:
-            raise ValueError(f"{name} = {mib}: give a number of MiB, 0 to {LARGEST}")
+        if mib is not None:
+            whole(name, mib, what="a number of MiB")
     if wired is not None and not mx.metal.is_available():
         raise ValueError(f"wired = {wired}: only Metal has memory that is wired, and there is none here; leave it out")
     for limit, mib in ((mx.set_cache_limit, cache), (mx.set_memory_limit, memory), (mx.set_wired_limit, wired)):

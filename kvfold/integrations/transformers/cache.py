@@ -230,7 +230,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 _hold_the_window_alone(layer)
                 return read
             masked = layer.sliding_window - 1 + key_states.shape[2]
-            return read[0][:, :, -masked:], read[1][:, :, -masked:]  # before 5.17 all that is kept for drafts comes
+            return read[0][:, :, -masked:], read[1][:, :, -masked:]  # before 5.18 all that is kept for drafts comes
         except BaseException:
             self._roll_back()
             raise
