@@ -35,6 +35,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 import kvfold
 from kvfold import FoldedCache
+from kvfold.cache.shape import KINDS
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.shapes import layer_shapes
 
@@ -248,7 +249,10 @@ def _check(row: Row, make: Callable[..., PreTrainedModel]) -> None:
         plan = layer_shapes(model.model.config)
         kinds = {"full": "folded", "latent": "folded"}
         row.plan = dict(Counter(kinds.get(layer.kind, layer.kind) for layer in plan))
-        row.plan_agrees = all(row.plan.get(kind, 0) == row.layers.get(kind, 0) for kind in ("folded", "sliding"))
+        if any(layer.kind not in KINDS for layer in plan):
+            row.notes.append("no plan")  # `kvfold plan` names layers of the model's own and counts none
+        else:
+            row.plan_agrees = all(row.plan.get(kind, 0) == row.layers.get(kind, 0) for kind in ("folded", "sliding"))
     except Exception as error:
         row.plan, row.plan_agrees = where(error), False
     if model.cache_name is None:
@@ -571,6 +575,9 @@ Errors are the worst over these cases of |Δ logits| / |logits|, against the mod
 nearly lossless, so it would show a fault of any other kind; `{FINE}` and `{COARSE}` show what codes cost a model whose
 attention is as sharp as this. Trained models lose far less: [quality.md](quality.md). Bits are those of a number in
 folded layers after {TOKENS} tokens with `{COARSE}`, many of which are still dense; a dense cache has 16.
+
+Notes: *no crop here* and *not saved* where the model's own cache, or a class of its layers, has no such thing;
+*no plan* where `kvfold plan` names layers of the model's own class and counts nothing.
 
 | model type | verdict | layers | `{LOSSLESS}` | `{FINE}` | `{COARSE}` | bits | note |
 | --- | --- | --- | --- | --- | --- | --- | --- |
