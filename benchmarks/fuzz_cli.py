@@ -154,15 +154,19 @@ def make_model(folder: Path) -> Path:
         bos_token_id=256,
         eos_token_id=257,
     )
-    model = LlamaForCausalLM(config)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes, 258 tokens, into a model's folder."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {letter: number for number, letter in enumerate(letters)} | {"<s>": 256, "</s>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-    return folder
 
 
 class Place:

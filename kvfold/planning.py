@@ -165,13 +165,13 @@ def _folded_bytes(pair: FormatPair, tokens: int) -> float:
     """One KV head's folded pages and dense windows."""
     window, size = pair.window, pair.keys.page_size
     if pair.folds_by_token:
-        pages, dense = ceil(max(tokens - window.sinks, 0) / size), min(tokens, window.sinks)
+        pages, dense = ceil(max(tokens - window.sinks, 0) / size), min(tail_capacity(tokens), window.sinks)
     else:
         after_sinks = max(tokens - window.sinks, 0)
         fitted, for_good = tokens >= pair.fit_tokens, tokens - window.undo >= pair.fit_tokens
         pages = max(after_sinks - window.recent, 0) // size if fitted else 0
         left = max(after_sinks - window.recent - window.undo, 0) // size if for_good else 0
-        dense = window.sinks + tail_capacity(after_sinks - left * size)
+        dense = min(tail_capacity(tokens), window.sinks) + tail_capacity(after_sinks - left * size)
     page = size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
     return pages * page + dense * pair.dense_channels * BESIDE_PAGES
 

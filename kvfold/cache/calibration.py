@@ -23,6 +23,9 @@ PAGE_SIZE = 64
 SINKS = 16
 """The first tokens of a text are outliers, and mostly stay dense: they do not count."""
 
+SHORTEST = SINKS + PAGE_SIZE
+"""Tokens of the shortest passage that counts."""
+
 LOSS_BITS = 2
 """Bits at which losses are measured: few, so that they are large beside what rounding does."""
 

@@ -522,23 +522,31 @@ class LayerCache:
 
     @in_no_mode
     def select(self, rows: Tensor) -> None:
-        """Let new row i be what row `rows[i]` was; repeats and omissions allowed."""
+        """Let new row i be what row `rows[i]` was; repeats and omissions allowed.
+
+        Raises
+        ------
+        IndexError
+            If there is no such row.
+        """
         if self._like is None:
             return
         wanted = rows.tolist()
+        if any(not 0 <= row < self.batch for row in wanted):
+            raise IndexError(f"layer {self.index}: rows = {wanted}, but the cache holds rows 0 to {self.batch - 1}")
         kept = []
         for group in self.groups:
             place = {row: i for i, row in enumerate(group.batch_rows.tolist())}
             new = [i for i, row in enumerate(wanted) if row in place]
             if not new:
                 continue
-            group.rows.select(torch.tensor([place[wanted[i]] for i in new]))
-            kept.append(RowGroup(torch.tensor(new, device=group.batch_rows.device), group.padding, group.rows))
-        self.groups, self.takes_steps = kept, False
-        if self.newest_queries is not None:
-            self.newest_queries = self.newest_queries.index_select(0, rows.to(self.newest_queries.device))
-        self._like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)  # type: ignore[assignment]
-        self._fits = None
+            selected = group.rows.selected(torch.tensor([place[wanted[i]] for i in new]))
+            kept.append(RowGroup(torch.tensor(new, device=group.batch_rows.device), group.padding, selected))
+        queries = self.newest_queries
+        if queries is not None:
+            queries = queries.index_select(0, rows.to(queries.device))
+        like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)
+        vars(self).update(groups=kept, takes_steps=False, newest_queries=queries, _like=like, _fits=None)
 
     # Going back
 

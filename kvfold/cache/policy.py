@@ -41,6 +41,12 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("dense_first", "dense_last"):
             whole(name, getattr(self, name))
+        if not isinstance(self.exceptions, Sequence) or any(
+            not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2 for pair in self.exceptions
+        ):
+            raise ValueError(f"exceptions = {self.exceptions!r}: give pairs of a layer and a format, [(0, 'dense')]")
+        if not isinstance(self.budgets, bool):
+            raise ValueError(f"budgets = {self.budgets!r}: give True or False")
         for index, _ in self.exceptions:
             whole("exceptions: layer", index, least=-LARGEST)
         if self.window is not None and not isinstance(self.window, Window):

@@ -12,6 +12,7 @@ Formats that are fitted to a prompt see statistics of its first 256 tokens. Noth
 before; the query that completes them is the first that reads folded pages.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -513,10 +514,14 @@ class FoldedRows:
     def _keep_sinks(self, key: Tensor, value: Tensor, n: int) -> None:
         if not n:
             return
-        if self.sinks is None:
-            self.sinks = self.room(key, value, self.window.sinks)
+        stop = self.length + n
+        if self.sinks is None or stop > self.sinks[0].shape[2]:
+            wider = self.room(key, value, min(tail_capacity(stop), self.window.sinks))
+            for new, old in zip(wider[: self.sides], self.sinks or (), strict=False):
+                new[:, :, : self.length] = old[:, :, : self.length]
+            self.sinks = wider
         for kept, new in zip(self.sinks, (key, value), strict=True):
-            kept[:, :, self.length : self.length + n] = new[:, :, :n]
+            kept[:, :, self.length : stop] = new[:, :, :n]
 
     def _keep_tail(self, dense: DenseSpan, new: int) -> None:
         """Keep what is young enough of `dense`, whose last `new` tokens are not in the tail yet."""
@@ -620,7 +625,11 @@ class FoldedRows:
             Whether whole pages go. Otherwise tokens go; those that stay keep their codes where pages have neither
             centres nor channel scales; else all pages from the first that loses one are folded once more.
         """
-        self.step = None
+        after = self._sharing(copied=True)
+        after._evict(keep, by_page)
+        vars(self).update(vars(after))  # in one piece: an interrupt comes before it or after
+
+    def _evict(self, keep: Tensor, by_page: bool) -> None:
         size, pages = self.page_size, keep.shape[-1] if by_page else keep.shape[-1] // self.page_size
         positions = self.folded_positions(pages * size)
         folded = self.folded_stop - self.window.sinks
@@ -721,15 +730,27 @@ class FoldedRows:
         for kept, source in zip(self.tail, (key, value), strict=True):
             kept[:, :, :tokens] = source.to(kept.dtype)
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows`, in that order, repeats allowed."""
-        self.step = None  # before there are other pages, as it holds these
-        for store in self.stores:
+    def selected(self, rows: Tensor) -> "FoldedRows":
+        """The batch rows `rows`, in that order, repeats allowed; these stay as they are."""
+        other = self._sharing()
+        for store in other.stores:
             store.select(rows)
-        self._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
-        if self.positions is not None:
-            self.positions = self.positions.index_select(0, rows.to(self.positions.device))
-        self.set_formats(self.formats.with_formats(self.formats.keys.select(rows), self.formats.values.select(rows)))
+        other._map_dense(lambda t: t.index_select(0, rows.to(t.device)))
+        if other.positions is not None:
+            other.positions = other.positions.index_select(0, rows.to(other.positions.device))
+        formats = other.formats
+        other.set_formats(formats.with_formats(formats.keys.select(rows), formats.values.select(rows)))
+        return other
+
+    def _sharing(self, copied: bool = False) -> "FoldedRows":
+        """Rows of the same tensors, whose stores are their own; and their pages, too, if `copied`."""
+        other = copy.copy(self)
+        other.keys = self.keys.sharing(copied)
+        if isinstance(self.values, StoreView):
+            other.values = StoreView(other.keys, self.values.form)
+        else:
+            other.values = self.values.sharing(copied)
+        return other
 
     def _map_dense(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.sinks is not None:

@@ -1,5 +1,6 @@
 """Growing storage for folded pages."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,13 @@ class PageStore:
                 target.add_(source)
             else:
                 target.bitwise_or_(source)
+
+    def sharing(self, copied: bool = False) -> "PageStore":
+        """A store of the same pages, or of copies of them, which changes without this one."""
+        other = copy.copy(self)
+        if copied and self.storage is not None:
+            other.storage = self.storage.map(lambda t: self._copied(t[:, :, : self.count]))
+        return other
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` pages; give the storage back once less than half of it is in use."""

@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.budgets import budgeted
-from kvfold.cache.calibration import LOSS_BITS, Calibration
+from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
 from kvfold.cache.files import check_output
 from kvfold.cache.policy import Policy
 from kvfold.cli.options import Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
 from kvfold.evaluate import split_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats.numbers import LARGEST
-from kvfold.integrations.models import load_model
+from kvfold.integrations.models import load_model, sources_of
 from kvfold.integrations.text import text_sha256
 from kvfold.integrations.transformers import calibrate as measure
 from kvfold.integrations.transformers import measure_losses, measure_queries
@@ -37,7 +37,8 @@ def calibrate(
     ] = False,
     text: TextFile = None,
     passage: Annotated[
-        int, typer.Option(min=64, max=LARGEST, help=f"Tokens of each passage; {FEWEST} or more for budgets.")
+        int,
+        typer.Option(min=SHORTEST, max=LARGEST, help=f"Tokens of each passage; {FEWEST} or more for budgets."),
     ] = 1_024,
     passages: Annotated[
         int, typer.Option(min=1, max=LARGEST, help="How many passages, spread evenly over the text.")
@@ -70,7 +71,7 @@ def calibrate(
     weights = parse_dtype(dtype)
     words = text_of(text)
     out = out or Path("queries.tria" if eviction else "calibration.safetensors")
-    check_output(out, "out", (text, model))
+    check_output(out, "out", (text, *sources_of(model)))
     if budgets and not eviction and passage < FEWEST:
         raise ValueError(
             f"passage = {passage}: costs are measured on {FEWEST} tokens or more; give that, or --no-budgets"

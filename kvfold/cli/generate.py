@@ -27,11 +27,12 @@ from kvfold.cli.options import (
 from kvfold.eviction import QueryStatistics, TriAttention
 from kvfold.formats import DEFAULT, KeyStatistics
 from kvfold.formats.numbers import LARGEST
-from kvfold.integrations.models import load_model
+from kvfold.integrations.models import load_model, sources_of
 from kvfold.integrations.text import check_text, read_text
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.prompt import Answer, answer, prompt_ids, read_prompt
+from kvfold.integrations.transformers.saving import check_savable
 
 BUDGET = 2048
 """The paper's."""
@@ -138,7 +139,7 @@ def generate(
     if prompt is not None:
         parts.append(check_text(prompt, "prompt"))
     if cache_file is not None:
-        check_output(cache_file, "cache", (file, calibration, model))
+        check_output(cache_file, "cache", (file, calibration, *sources_of(model)))
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
 
@@ -153,6 +154,8 @@ def generate(
     ids = prompt_ids(tokenizer, words, raw)
     attach(network)
     cache = FoldedCache(network.config, format, calibration=calibration, eviction=policy)
+    if cache_file is not None:
+        check_savable(cache.layers)
     if cache_file is not None and cache_file.exists():
         # The document's tokens are those that stay whatever is asked after it.
         document = _common(*(prompt_ids(tokenizer, parts[0] + more, raw)[0] for more in ("", "\n\n?")))

@@ -26,6 +26,7 @@ from kvfold.evaluate.quality import split_passages
 from kvfold.evaluate.records import RUN, Row, open_rows
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, pareto, recommend
 from kvfold.formats.numbers import LARGEST
+from kvfold.integrations.models import sources_of
 from kvfold.integrations.text import text_sha256
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "invalid": "red"}
@@ -73,7 +74,7 @@ def sweep(
     weights = parse_dtype(dtype)
     check_runtime(runtime)
     words = text_of(text)
-    check_output(out, "out", (text, model))
+    check_output(out, "out", (text, *sources_of(model)))
     open_rows(out, RUN)  # raises now if it cannot be appended to
     network, tokenizer = load_runtime(runtime, model, weights)
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)

@@ -29,7 +29,7 @@ from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import OUTCOME, append_row, open_rows
 from kvfold.formats.numbers import LARGEST
-from kvfold.integrations.models import load_model
+from kvfold.integrations.models import load_model, sources_of
 from kvfold.integrations.transformers import FoldedCache, attach
 
 
@@ -63,7 +63,7 @@ def tasks(
     if plot is not None and not any(isinstance(task, Needle) for task in chosen):
         raise ValueError(f"plot = {str(plot)!r} draws the needle grid, but --tasks leaves the needle out")
     weights = parse_dtype(dtype)
-    check_output(out, "out", (calibration, model))
+    check_output(out, "out", (calibration, *sources_of(model)))
     known = open_rows(out, OUTCOME)
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_model(model, weights)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
@@ -192,7 +192,7 @@ def _run(
     outputs: dict[int, list[Tensor]] = {}
     hooks = [
         layer.register_forward_hook(lambda module, args, out, i=i: outputs.setdefault(i, []).append(_first(out).cpu()))
-        for i, layer in enumerate(own.get_decoder().layers)
+        for i, layer in enumerate(_decoder_layers(own))
     ]
     ids = ids.to(executor.device)
     logits = None
@@ -212,6 +212,15 @@ def _run(
         logits = own(token, **cache_argument(own, cache), use_cache=True).logits
         progress(1)
     return kept, hidden, text
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model that a text goes through: the longest list of modules in its decoder."""
+    decoder = model.get_decoder() or model
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers, whose outputs could be compared")
+    return max(lists, key=len)
 
 
 def _first(output: Any) -> Tensor:

@@ -57,6 +57,11 @@ class FidelityMeter:
         targets
             The tokens that came, int64, (tokens,).
         """
+        if dense_logits.isnan().any() or (dense_logits == torch.inf).any():
+            raise ValueError(
+                "the model's own predictions hold a NaN or an infinity, with a dense cache: its weights are damaged, "
+                "or its dtype has too small a range; there is nothing to compare with"
+            )
         log_q, log_p = logits.float().log_softmax(-1), dense_logits.float().log_softmax(-1)
         self.nll.append(cross_entropy(log_q, targets, reduction="none"))
         self.kl.append((log_p.exp() * (log_p - log_q)).sum(-1))

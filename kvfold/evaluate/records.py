@@ -99,7 +99,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def open_rows(path: Path, shape: Row) -> list[Row]:
-    """Rows of a file that is to be appended to, made if it is missing; a cut-off last line is removed from it.
+    """Rows of a file that is to be appended to, none if it is missing; a cut-off last line is removed from it.
 
     Raises
     ------
@@ -110,7 +110,6 @@ def open_rows(path: Path, shape: Row) -> list[Row]:
     """
     check_output(path, "out")
     if not path.exists():
-        path.touch()
         return []
     rows = read_rows(path)
     for number, row in enumerate(rows, start=1):

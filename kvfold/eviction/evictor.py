@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from kvfold.cache.layer import LayerCache
+from kvfold.cache.rows import FoldedRows
 from kvfold.eviction.policy import Candidates, Eviction
 
 
@@ -54,8 +57,17 @@ class Evictor:
                 continue
             for candidates in over:
                 candidates.rows.look()  # before anything goes
-            for candidates, keep in zip(over, policy.keep(over), strict=True):
-                if keep is not None:
-                    candidates.rows.evict(keep, policy.unit == "page")
-                    acted = True
+            chosen = [(each.rows, keep, each.rows.evicted) for each, keep in zip(over, policy.keep(over), strict=True)]
+            try:
+                acted |= self._evict(chosen)
+            except BaseException:  # an interrupt: all layers forget, or they would not go together any more
+                self._evict(chosen)
+                raise
         self.triggers += acted
+
+    def _evict(self, chosen: Sequence[tuple[FoldedRows, Tensor | None, int]]) -> bool:
+        """Let rows keep what was chosen for them, unless they have evicted more than given; whether any has to."""
+        for rows, keep, evicted in chosen:
+            if keep is not None and rows.evicted == evicted:
+                rows.evict(keep, self.policy.unit == "page")
+        return any(keep is not None for _, keep, _ in chosen)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from kvfold.formats.affine import GROUPS, Affine
@@ -112,7 +112,7 @@ class Name:
     suffix: str | None = None
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # 64.0 is no head_dim, though it equals 64
 def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
     """The format `name` for vectors of `head_dim` coordinates; all who ask share one object and its tables.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -76,12 +77,26 @@ def load_model(
         raise FileNotFoundError(f"model = {source!r}: there is no such folder")
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
-        return model.eval(), AutoTokenizer.from_pretrained(source, **gguf)
+        model, about = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
     except MemoryError:
         raise
     except Exception as error:  # whatever a library makes of files that are damaged, missing or of another kind
         raise ValueError(f"model = {source!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if missing := sorted(about["missing_keys"]):
+        raise ValueError(
+            f"model = {source!r} lacks {len(missing)} of its weights, such as {missing[0]}, which would be random: the "
+            "files are not whole, or its config.json is of another model"
+        )
+    return model.eval(), tokenizer
+
+
+def sources_of(name: str | os.PathLike[str]) -> list[Path]:
+    """Files and folders that `load_model` reads for a name: no output may replace them."""
+    if name == DEMO_NAME:
+        return [_demo_file().parent, _kept_folder()]
+    hub = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}"
+    return [Path(name), hub / "blobs", *hub.glob("snapshots/*")]
 
 
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -194,8 +209,7 @@ def demo_folder() -> Path:
     FileNotFoundError
         If the package is missing.
     """
-    gguf = _demo_file()
-    folder = _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
+    gguf, folder = _demo_file(), _kept_folder()
     if not (folder / "config.json").is_file():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -208,6 +222,12 @@ def demo_folder() -> Path:
         with scratch:
             _convert(gguf, folder, scratch.name)
     return folder
+
+
+def _kept_folder() -> Path:
+    """Where `demo_folder` keeps it."""
+    gguf = _demo_file()
+    return _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
 
 
 def _cache_folder() -> Path:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.attention import BACKENDS
 from kvfold.integrations.transformers.attention import attention
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.calls import cache_name
 from kvfold.integrations.transformers.latent import expand_unless_folded, latent_modules
 from kvfold.integrations.transformers.layer import GUARDED
 
@@ -60,6 +61,9 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
         return True
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
+    if cache_name(type(model).forward) is None:
+        logger.warning("%s takes no cache of keys and values: there is nothing to read folded", type(model).__name__)
+        return False
     decoder = _decoder_of(model)
     configs = [] if decoder is None else _replaceable(decoder)
     if decoder is None or not configs:
@@ -192,6 +196,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
         if cache is None or attachment is None:
             return run(*args, **kwargs)
+        kwargs = _by_its_name(type(self).forward, cache, kwargs)
         mask = _attention_mask(run, args, kwargs)
         if cache.forward_pass.reads_folded:  # a model has called its decoder
             cache.take_padding(mask)
@@ -212,6 +217,16 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     guarded.reads_folded = True  # type: ignore[attr-defined]
     return guarded
+
+
+def _by_its_name(forward: Callable[..., Any], cache: FoldedCache, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with a cache that has the name of another release of transformers under this one's."""
+    given = next((name for name, x in kwargs.items() if x is cache), None)
+    name = cache_name(forward)
+    names = ("cache", "past_key_values")
+    if name is None or given == name or given not in names or kwargs.get(name) is not None:
+        return kwargs
+    return {(name if key == given else key): x for key, x in kwargs.items() if key != name}
 
 
 def _is_guarded(module: nn.Module) -> bool:

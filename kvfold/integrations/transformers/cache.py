@@ -2,13 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvfold.attention import attend
 from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
@@ -16,11 +17,12 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
-from kvfold.cache.saved import Contents, read, write
+from kvfold.cache.saved import FLOATS, Contents, read, write
 from kvfold.eviction import Eviction
 from kvfold.eviction.evictor import Evictor
 from kvfold.eviction.policy import MODES
 from kvfold.formats import DEFAULT
+from kvfold.formats.numbers import LARGEST, whole
 from kvfold.integrations.transformers.evicting import for_model
 from kvfold.integrations.transformers.handle import appended_of
 from kvfold.integrations.transformers.latent import LatentLayer
@@ -40,6 +42,8 @@ from kvfold.integrations.transformers.saving import (
     layer_to_saved,
 )
 from kvfold.integrations.transformers.shapes import cache_layers, layer_shapes
+from kvfold.integrations.transformers.undo import Undo, change_all, undo_of_change, undo_of_growth
+from kvfold.integrations.transformers.watch import WatchedPass
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
@@ -104,8 +108,15 @@ class FoldedCache(Cache):  # type: ignore[misc]
     ) -> None:
         if format is not None and policy is not None:
             raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
-        if dense_dtype is not None and not dense_dtype.is_floating_point:
-            raise ValueError(f"dense_dtype = {dense_dtype}: give a floating-point dtype, or None")
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config is a {type(config).__name__}: give a model's config, such as model.config")
+        if dense_dtype is not None and dense_dtype not in FLOATS.values():
+            known = ", ".join(map(str, FLOATS.values()))
+            raise ValueError(f"dense_dtype = {dense_dtype!r}: give one of {known}, or None")
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy = {policy!r}: give a kvfold.Policy, or a format's name as format")
+        if eviction is not None and not isinstance(eviction, Eviction):
+            raise TypeError(f"eviction = {eviction!r}: give a policy such as kvfold.TriAttention(...), or None")
         policy = policy or Policy(DEFAULT if format is None else format)
         if calibration is not None and not isinstance(calibration, Calibration):
             calibration = Calibration.load(calibration)
@@ -145,11 +156,24 @@ class FoldedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         if eviction is not None:
             self._evict_by(eviction)
-        self._before: list[Callable[[], None]] | None = None
-        self._updated: set[int] = set()
-        self._by_model = False  # whether a model, and not somebody by hand, has updated layers last
+        self._before: list[Undo] | None = None
+        self._pass = WatchedPass()
+        self._columns = 0  # of all folded layers, when the pass began
         self.number: Tensor | None = None
         self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
+
+    def _last_touched(self) -> int | None:
+        """The last layer that each forward pass touches; None if there is none.
+
+        Some models leave layers of linear attention alone: they count once they hold something.
+        """
+
+        def is_touched(index: int, layer: Any) -> bool:
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicLayer):
+                return any(isinstance(x, dict | list) and _holds_a_tensor(x) for x in vars(layer).values())
+            return self._shapes[index].kind != "none"
+
+        return max((i for i, layer in enumerate(self.layers) if is_touched(i, layer)), default=None)
 
     def _check_formats(self, folded: LayerCache, calibration: Calibration | None) -> None:
         """Raise now, and not at the first token, if a layer's formats do not fit the model; tell them its RoPE."""
@@ -211,29 +235,87 @@ class FoldedCache(Cache):  # type: ignore[misc]
             )
         if torch.compiler.is_dynamo_compiling() and self.forward_pass.reads_folded and self._fits_graphs:
             return await_attention(self, layer_idx, key_states, value_states)
-        if not self.forward_pass.reads_folded and (layer_idx in self._updated or self._before is None):
-            by_model = next(calling_modules(), None) is not None
-            if by_model:
-                self._forget_unended_pass()
-            self._before, self._updated, self._by_model = [_undo(layer) for layer in self.layers], set(), by_model
-        self._updated.add(layer_idx)
+        watched = not self.forward_pass.reads_folded
+        if watched:
+            self._watch(layer_idx, "update")
         try:
             layer = self.layers[layer_idx]
             if isinstance(layer, FoldedLayer):
                 if not layer.folded.columns:
                     self._check_shape(key_states, layer_idx)
-                return layer.update(key_states, value_states, *args, **kwargs)
-            read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            if not isinstance(layer, DynamicSlidingWindowLayer):
-                return read
-            if not layer.record_past:
-                _hold_the_window_alone(layer)
-                return read
-            masked = layer.sliding_window - 1 + key_states.shape[2]
-            return read[0][:, :, -masked:], read[1][:, :, -masked:]  # before 5.18 all that is kept for drafts comes
+                read = layer.update(key_states, value_states, *args, **kwargs)
+            else:
+                read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    read = _only_the_window(layer, read, key_states.shape[2])
+            if watched:
+                self._pass.touch(layer_idx, "update")
+            return read
         except BaseException:
             self._roll_back()
             raise
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers' own, for a layer of linear attention; all layers forget the pass if it fails."""
+        with self._touching(layer_idx, ("updated conv", state_idx)):
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """As `update_conv_state`."""
+        with self._touching(layer_idx, ("updated recurrent", state_idx)):
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """As `update_conv_state`, for a layer with sparse selection."""
+        with self._touching(layer_idx, "indexer"):
+            return super().update_indexer(indexer_key_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As transformers' own; models write to what it gives."""
+        self._touch(layer_idx, ("conv", *args, *kwargs.values()))
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As `get_conv_state`."""
+        self._touch(layer_idx, ("recurrent", *args, *kwargs.values()))
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """As transformers' own; before 5.20 models ask it before they write to a layer's states."""
+        if layer_idx is not None:
+            self._touch(layer_idx, ("asked", *args, *kwargs.values()))
+        return super().has_previous_state(layer_idx, *args, **kwargs)
+
+    @contextmanager
+    def _touching(self, layer: int, what: object) -> Iterator[None]:
+        self._watch(layer, what)
+        try:
+            yield
+            self._pass.touch(layer, what)
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _touch(self, layer: int, what: object) -> None:
+        """Note that a model writes to a layer by itself."""
+        self._watch(layer, what)
+        self._pass.touch(layer, what)
+
+    @outside_graphs
+    def _watch(self, layer: int, what: object) -> None:
+        """See whether a pass of a model that is not attached begins with what it does to a layer."""
+        if self.forward_pass.reads_folded:
+            return
+        if self._before is None or not self._pass.goes_on(layer, what):
+            self._forget_unended_pass()
+            self._begin_changes()
+            self._pass.begin(self._last_touched())
+
+    def _begin_changes(self) -> None:
+        """Remember what all layers hold, for `_roll_back`."""
+        self._before = [undo_of_growth(layer) for layer in self.layers]
 
     def append_and_attend(
         self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
@@ -279,7 +361,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if self.number is None and self.folds:
             self.number = number_of(self)
         self.forward_pass.reads_folded, self.forward_pass.backend = True, backend
-        self._before, self._updated = [_undo(layer) for layer in self.layers], set()
+        self._begin_changes()
+        self._columns = sum(layer.columns for layer in self._folded())
         self.take_padding(attention_mask)
 
     def take_padding(self, attention_mask: object) -> None:
@@ -301,6 +384,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self._before = None
         if left is not None and not broken:
             raise not_taken(left)
+        if begun and not broken and self.folds and self._columns == sum(layer.columns for layer in self._folded()):
+            raise ValueError(
+                "the model was given this cache and did not use it: give it under the name of forward's argument, "
+                "cache (past_key_values before transformers 5.24)"
+            )
         if begun and not broken and self.evictor is not None:  # what goes now is not to be rolled back
             self.evictor.after(self._folded())
 
@@ -336,8 +424,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """Whether a forward pass has begun that has not ended."""
         if self.forward_pass.reads_folded:
             return True
-        last = max((i for i, layer in enumerate(self.layers) if isinstance(layer, FoldedLayer)), default=None)
-        return self._before is not None and self._by_model and last is not None and last not in self._updated
+        return self._before is not None and not self._pass.has_ended
 
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
@@ -348,6 +435,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             If the policy does not fit the model, or it goes by queries and this cache kept none: make the cache with an
             `eviction` of that kind.
         """
+        self._end_unended_pass("made to forget tokens")
         own = None if self.evictor is None else self.evictor.policy
         kept = 0 if own is None else own.asks_queries
         if policy.asks_queries > kept:
@@ -367,7 +455,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         for layer in self._folded():
             layer.keeps_queries = policy.asks_queries
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep.
 
         The cache is unchanged if it fails.
@@ -379,30 +467,102 @@ class FoldedCache(Cache):  # type: ignore[misc]
         RuntimeError
             If a sliding-window or linear-attention layer does not hold what it would go back to.
         """
+        # generation passes a tensor before transformers 5.20
+        number = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
+        given = whole("tokens_to_remove", number, least=-LARGEST)
+        self._end_unended_pass("cropped")
         columns = self.get_seq_length()
-        given = int(tokens_to_remove)  # generation passes a tensor before transformers 5.20
         remove = min(columns - given if given > 0 else -given, columns)
         if remove < 0:
             return
         folded = [layer for layer in self.layers if isinstance(layer, FoldedLayer)]
-        for layer in folded:
-            layer.folded.check_crop(layer.length_after(-remove))
+        keep = [layer.length_after(-remove) for layer in folded]
+        for layer, length in zip(folded, keep, strict=True):
+            layer.folded.check_crop(length)
         others = [layer for layer in self.layers if not isinstance(layer, FoldedLayer)]
-        before = [_undo(layer, grows=False) for layer in others]
+        undos, decided = [undo_of_change(layer) for layer in others], False
         try:
             for layer in others:
                 layer.crop(-remove)
+            decided = True  # folded layers refuse nothing
+            for layer, length in zip(folded, keep, strict=True):
+                layer.crop_to(length)
         except BaseException:
-            for undo in before:
-                undo()
+            if decided:  # to crop once more to the same length changes nothing
+                for layer, length in zip(folded, keep, strict=True):
+                    layer.crop_to(length)
+            else:
+                for undo in undos:
+                    undo()
             raise
-        for layer in folded:
-            layer.crop(-remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i be what row `beam_idx[i]` was.
+
+        Raises
+        ------
+        IndexError
+            If there is no such row.
+        """
+        rows = self._rows_of(beam_idx, "beam_idx", least=0)
+        self._select(rows, lambda layer: layer.reorder_cache(rows))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        whole("repeats", repeats, least=1)
+        self._end_unended_pass("repeated")
+        rows = torch.arange(self._batch()).repeat_interleave(repeats)
+        self._check_layers_have("batch_repeat_interleave")
+        self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, counted from the end if negative, or those where a bool mask is True.
+
+        Raises
+        ------
+        IndexError
+            If there is no such row.
+        """
+        rows = self._rows_of(indices, "indices", least=-self._batch())
+        self._check_layers_have("batch_select_indices")
+        self._select(rows, lambda layer: layer.batch_select_indices(rows))
+
+    def _select(self, rows: Tensor, select_others: Callable[[Any], None]) -> None:
+        """Let row i of all layers be what row `rows[i]` was; layers that are not folded do it by themselves."""
+        change_all(
+            self.layers,
+            lambda layer: layer.folded.select(rows) if isinstance(layer, FoldedLayer) else select_others(layer),
+        )
+
+    def _check_layers_have(self, method: str) -> None:
+        """Raise NotImplementedError, before anything changes, if a layer of transformers lacks a method."""
+        for i, layer in enumerate(self.layers):
+            if not hasattr(layer, method):
+                raise NotImplementedError(f"layer {i} is a {type(layer).__name__}, which has no {method}")
+
+    def _batch(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        keys = [getattr(layer, "keys", None) for layer in self.layers]
+        dense = [x.shape[0] for x in keys if isinstance(x, Tensor)]
+        return max([*dense, *(layer.batch for layer in self._folded())], default=0)
+
+    def _rows_of(self, indices: Tensor, name: str, least: int) -> Tensor:
+        """Numbers of rows, from 0 on, that somebody selects."""
+        self._end_unended_pass("rearranged")
+        indices, batch = torch.as_tensor(indices), self._batch()
+        if indices.dtype == torch.bool and tuple(indices.shape) == (batch,):
+            return indices.nonzero().flatten()
+        if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
+            shape = tuple(indices.shape)
+            raise IndexError(f"{name} is {indices.dtype} of the shape {shape}: give numbers of rows, (rows,)")
+        if batch and any(not least <= row < batch for row in indices.tolist()):
+            raise IndexError(f"{name} = {indices.tolist()}: the cache holds rows {least} to {batch - 1}")
+        return indices.long() % max(batch, 1)
 
     def _roll_back(self) -> None:
         for undo in self._before or ():
             undo()
-        self._before, self._updated = None, set()
+        self._before, self._pass = None, WatchedPass()
 
     @property
     def folds(self) -> bool:
@@ -447,7 +607,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token."""
+        self._end_unended_pass("reset")
         super().reset()
+        self._before = None
         self.forward_pass.padding = None
         if self.evictor is not None:
             self.evictor.clear()
@@ -456,7 +618,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         # What undoes a pass is bound to the layers of this cache.
         self._check_between_passes("copied")
-        return {**vars(self), "_before": None, "_updated": set()}
+        return {**vars(self), "_before": None, "_pass": WatchedPass()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -469,6 +631,20 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 "a forward pass over this cache is under way, or was interrupted: a cache is "
                 f"{done} whole, between forward passes"
             )
+
+    def _end_unended_pass(self, done: str) -> None:
+        """Take back a pass that was interrupted, so that layers change together.
+
+        Raises
+        ------
+        ValueError
+            If it is under way.
+        """
+        if not self._is_under_way():
+            return
+        if self.forward_pass.reads_folded or next(calling_modules(), None) is not None:
+            self._check_between_passes(done)
+        self._roll_back()
 
     # Into a file and back
 
@@ -622,39 +798,21 @@ class FoldedCache(Cache):  # type: ignore[misc]
         )
 
 
-def _undo(layer: Any, *, grows: bool = True) -> Callable[[], None]:
-    """A function that takes a layer back to what it holds now.
-
-    If it `grows`, so that only `update` is called in between, its keys and values are not kept alive for that.
-    """
-    if isinstance(layer, FoldedLayer):
-        state = layer.folded.state()
-        return lambda: layer.folded.restore(state)
-    # Tensors are replaced by others, and never written to; those in lists (states of linear attention) may be.
-    attributes = {
-        name: [t.clone() if isinstance(t, Tensor) else t for t in value] if isinstance(value, list) else value
-        for name, value in vars(layer).items()
-    }
-    sliding = isinstance(layer, DynamicSlidingWindowLayer)
-    length = layer.get_seq_length() if grows and isinstance(layer, DynamicLayer) and not sliding else 0
-    if length:
-        del attributes["keys"], attributes["values"]
-
-    def undo() -> None:
-        vars(layer).update(attributes)
-        if length:
-            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
-
-    return undo
+def _holds_a_tensor(states: dict[Any, Any] | list[Any]) -> bool:
+    return any(isinstance(x, Tensor) for x in (states.values() if isinstance(states, dict) else states))
 
 
-def _hold_the_window_alone(layer: DynamicSlidingWindowLayer) -> None:
-    """Let a sliding window let go of the prompt that its tokens are a view of."""
+def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tensor], new: int) -> tuple[Tensor, Tensor]:
+    """What `new` tokens read of a sliding window, which lets go of the prompt that its tokens are a view of."""
+    if layer.record_past:  # before 5.18 all that is kept for drafts comes
+        masked = layer.sliding_window - 1 + new
+        return read[0][:, :, -masked:], read[1][:, :, -masked:]
     for name in ("keys", "values"):
         held = getattr(layer, name)
         spare = held.untyped_storage().nbytes() - held.nbytes
         if spare > held.nbytes // held.shape[2]:  # a step leaves one token too many
             setattr(layer, name, held.clone())
+    return read
 
 
 def _dense_counts(layer: Any) -> tuple[int, int]:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.cache.calibration import PAGE_SIZE, SINKS, Calibration, Observed
+from kvfold.cache.calibration import PAGE_SIZE, SHORTEST, Calibration, Observed
 from kvfold.cache.layer import Appended, LayerCache
 from kvfold.eviction import QueryStatistics
+from kvfold.formats.numbers import whole
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
@@ -69,11 +70,13 @@ def calibrate(
     ValueError
         If there is no passage of 80 tokens, or the model cannot be attached, or no layer of it folds.
     """
-    if chunk < 2 * PAGE_SIZE:
-        raise ValueError(f"chunk = {chunk}: give at least {2 * PAGE_SIZE} tokens")
-    passages = [ids for ids in passages if ids.shape[1] >= SINKS + PAGE_SIZE]
+    whole("chunk", chunk, least=2 * PAGE_SIZE, what="tokens")
+    check_passages(passages)
+    if any(not isinstance(x, str) for pair in (about or {}).items() for x in pair):
+        raise ValueError(f"about = {about}: give a dictionary of texts")
+    passages = [ids for ids in passages if ids.shape[1] >= SHORTEST]
     if not passages:
-        raise ValueError(f"passages: give at least one of {SINKS + PAGE_SIZE} tokens or more")
+        raise ValueError(f"passages: give at least one of {SHORTEST} tokens or more")
     seen: dict[int, Observed] = {}
 
     def see(layer: int, query: Tensor, key: Tensor, first: int) -> None:
@@ -122,8 +125,8 @@ def measure_queries(
         If there is no passage, the model cannot be attached, no layer of it folds, or it turns queries in a way that
         is not told simply.
     """
-    if chunk < 1 or not passages:
-        raise ValueError(f"chunk = {chunk}, {len(passages)} passages: give at least one of each")
+    whole("chunk", chunk, least=1, what="tokens")
+    check_passages(passages)
     config = model.config.get_text_config(decoder=True)
     rope = model_rope(config)
     pairs = len(rope.frequencies)
@@ -172,6 +175,17 @@ def measure_queries(
     )
 
 
+def check_passages(passages: Sequence[Tensor]) -> None:
+    """Raise ValueError unless these are tokens, (1, T) each, of at least one text."""
+    if not isinstance(passages, Sequence) or not passages:
+        raise ValueError("passages: give at least one, in a list")
+    for ids in passages:
+        right = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[0] == 1 and ids.shape[1] > 0
+        if not right or ids.is_floating_point() or ids.dtype == torch.bool:
+            given = f"{ids.dtype} of the shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"passages: one is {given}; give token ids, integers of the shape (1, T)")
+
+
 def _read(
     model: PreTrainedModel, passages: Sequence[Tensor], see: See, chunk: int, progress: Callable[[int], None]
 ) -> None:
@@ -186,11 +200,12 @@ def _read(
 
 def _observed(model: PreTrainedModel, see: See) -> FoldedCache:
     """A cache that shows what its folded layers see; the model is attached."""
+    cache = FoldedCache(model.config, "float16")
+    cache_argument(model, cache)  # a model that takes none says so
     if not attach(model):
         raise ValueError(
             f"{type(model).__name__} has its own attention code, so nobody sees its queries: it cannot be calibrated"
         )
-    cache = FoldedCache(model.config, "float16")
     folded = [layer for layer in cache.layers if isinstance(layer, FoldedLayer)]
     if not folded:
         raise ValueError("no layer of this model folds, so there is nothing to calibrate")

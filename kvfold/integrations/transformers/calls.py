@@ -12,10 +12,27 @@ def cache_argument(model: PreTrainedModel, past: Any) -> dict[str, Any]:
     """A cache as the keyword argument by which `model` and its `generate` take one.
 
     That is `cache` from transformers 5.24 on, and was `past_key_values` before.
+
+    Raises
+    ------
+    ValueError
+        If the model takes none.
     """
-    return {_name(type(model).forward): past}
+    name = cache_name(type(model).forward)
+    if name is None:
+        raise ValueError(
+            f"{type(model).__name__} takes no cache of keys and values (its forward has neither cache nor "
+            "past_key_values), so there is nothing to fold"
+        )
+    return {name: past}
 
 
 @cache
-def _name(forward: Callable[..., Any]) -> str:
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """The argument by which a `forward` takes a cache; None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    known = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if known is None and passes_on and not forward.__module__.startswith("transformers."):
+        return "past_key_values"  # what wraps a model's forward
+    return known

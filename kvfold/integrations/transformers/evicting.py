@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.eviction import Eviction, TriAttention
 from kvfold.integrations.transformers.rope import Rope, rope_of
+from kvfold.integrations.transformers.shapes import layer_configs
 
 
 def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> Eviction:
@@ -69,6 +70,12 @@ def model_rope(config: PreTrainedConfig) -> Rope:
     ValueError
         If they are not told simply: then there are no statistics of queries before RoPE.
     """
+    dims = {getattr(own, "head_dim", None) for own in layer_configs(config, config.num_hidden_layers)}
+    if len(dims) > 1:
+        raise ValueError(
+            f"the layers of a {config.model_type} have keys of {sorted(map(str, dims))} channels: TriAttention takes "
+            "one number; StreamingLLM any"
+        )
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
     latent = getattr(config, "kv_lora_rank", None) is not None

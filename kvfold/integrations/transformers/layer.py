@@ -144,7 +144,10 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -`tokens_to_remove` columns; a positive number is the length to keep."""
-        keep = self.length_after(tokens_to_remove)
+        self.crop_to(self.length_after(tokens_to_remove))
+
+    def crop_to(self, keep: int) -> None:
+        """Forget all but the first `keep` columns."""
         if self.folded.crop(keep):
             self.forward_pass.warn_once(
                 f"crop to {keep} tokens goes back further than the {self.folded.undo} tokens that leave no "

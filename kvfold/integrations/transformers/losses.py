@@ -15,6 +15,7 @@ from kvfold.cache.policy import Policy
 from kvfold.formats import get_format
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.calibrate import check_passages
 from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer
@@ -56,9 +57,11 @@ def measure_losses(
     ValueError
         If there is no passage of 512 tokens, or the model cannot be attached, or is not the calibration's.
     """
+    check_passages(passages)
     passages = [ids for ids in passages if ids.shape[1] >= FEWEST]
     if not passages:
         raise ValueError(f"passages: give at least one of {FEWEST} tokens or more to measure losses on")
+    cache_argument(model, None)  # a model that takes none says so
     if not attach(model):
         raise ValueError(f"{type(model).__name__} has its own attention code, which reads no folded cache")
     statistics = replace(calibration, losses={})

@@ -8,15 +8,18 @@ def where_allowed(mask: Tensor | None) -> Tensor | None:
     """A mask that is added to scores as one of bool, if it only says which keys a query reads.
 
     Such are those of "eager" attention: 0 where a key is read, and the lowest number of the dtype, or less, elsewhere.
-    All layers get the same mask, which is looked at once.
+    All layers get the same mask, which is looked at once, and again if somebody has written to it.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask
-    known: list[Tensor | None] | None = getattr(mask, "kvfold_allowed", None)
-    if known is None:
-        allowed, barred = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-        known = [mask]
-        if bool((allowed | barred).all()):
-            known = [None if mask.shape[2] == 1 and not bool(barred.any()) else allowed]
-        mask.kvfold_allowed = known  # type: ignore[attr-defined]
-    return known[0]
+    version = None if mask.is_inference() else mask._version  # of such tensors nobody counts what is written
+    known: tuple[int, Tensor | None] | None = getattr(mask, "kvfold_allowed", None)
+    if known is not None and known[0] == version:
+        return known[1]
+    allowed, barred = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    found: Tensor | None = mask
+    if bool((allowed | barred).all()):
+        found = None if mask.shape[2] == 1 and not bool(barred.any()) else allowed
+    if version is not None:
+        mask.kvfold_allowed = version, found  # type: ignore[attr-defined]
+    return found

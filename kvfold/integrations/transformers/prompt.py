@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from kvfold.integrations.transformers.calls import cache_argument
@@ -91,8 +92,27 @@ def answer(
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         streamer=streamer,
+        logits_processor=LogitsProcessorList([_refuse_no_numbers]),
+        num_beams=1,  # whatever the model's own settings say
+        cache_implementation=None,
         **sampling,
     )
     seconds = time.perf_counter() - start
     new = out[0, ids.shape[1] :]
     return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds, out)
+
+
+def _refuse_no_numbers(ids: Tensor, scores: Tensor) -> Tensor:
+    """Scores (rows, vocabulary) as they are.
+
+    Raises
+    ------
+    ValueError
+        If they hold a NaN or an infinity, of which no token follows.
+    """
+    if scores.isnan().any() or (scores == torch.inf).any():
+        raise ValueError(
+            "the model's predictions hold a NaN or an infinity: its weights are damaged, or its dtype has too small a "
+            "range"
+        )
+    return scores

@@ -1,6 +1,7 @@
 """Configs and layers of a cache as `Contents` of a file."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -67,6 +68,12 @@ def _check_sizes(plain: dict[str, Any]) -> None:
     for name, value, most in (*sizes, *(("partial_rotary_factor", factor, 1) for factor in factors)):
         if isinstance(value, int | float) and not 0 <= value <= most:
             raise ValueError(f"the saved config has {name} = {value}")
+
+
+def check_savable(layers: Sequence[Any]) -> None:
+    """Raise ValueError, before they are filled, if a layer is of a class whose state is not known."""
+    for index, layer in enumerate(layers):
+        layer_to_saved(layer, index)
 
 
 def layer_to_saved(layer: Any, index: int) -> Contents:

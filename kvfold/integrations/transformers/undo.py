@@ -1,0 +1,75 @@
+"""Layers of a cache that change together: all of them, or none."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvfold.integrations.transformers.layer import FoldedLayer
+
+Undo = Callable[[], None]
+
+
+def undo_of_growth(layer: Any) -> Undo:
+    """A function that takes a layer back to what it holds now, after tokens were appended.
+
+    Keys and values that only grow are not kept alive for that.
+    """
+    if isinstance(layer, FoldedLayer):
+        state = layer.folded.state()
+        return lambda: layer.folded.restore(state)
+    grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+    length = layer.get_seq_length() if grows else 0
+    if not length:
+        return undo_of_change(layer)
+    others = {name: _copied(x) for name, x in vars(layer).items() if name not in ("keys", "values")}
+
+    def undo() -> None:
+        vars(layer).update(others)
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+
+    return undo
+
+
+def undo_of_change(layer: Any) -> Undo:
+    """A function that takes a layer back to what it holds now, after `crop`, or rows were selected."""
+    owner = layer.folded if isinstance(layer, FoldedLayer) else layer
+    attributes = {name: _copied(x) for name, x in vars(owner).items()}
+    return lambda: vars(owner).update(attributes)
+
+
+def _copied(value: Any) -> Any:
+    """An attribute as it is now.
+
+    Layers replace their tensors by others. Those of linear attention, which lie in lists or dictionaries, are written
+    to.
+    """
+    if isinstance(value, list) and all(isinstance(x, Tensor) for x in value):
+        return [x.clone() for x in value]
+    if isinstance(value, dict):
+        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in value.items()}
+    return value
+
+
+def change_all(layers: Sequence[Any], change: Callable[[Any], None]) -> None:
+    """Change one layer after the other; an interrupt comes through once all have changed.
+
+    `change` must not refuse a layer.
+    """
+    changed, undo = 0, (-1, lambda: None)
+
+    def change_the_rest() -> None:
+        nonlocal changed, undo
+        while changed < len(layers):
+            undo = changed, undo_of_change(layers[changed])
+            change(layers[changed])
+            changed += 1
+
+    try:
+        change_the_rest()
+    except BaseException:
+        if undo[0] == changed:
+            undo[1]()
+        change_the_rest()
+        raise

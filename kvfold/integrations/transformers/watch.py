@@ -1,0 +1,63 @@
+"""Forward passes of models that are not attached: nobody tells a cache when one begins or ends."""
+
+import inspect
+from collections.abc import Iterator
+from types import FrameType
+
+from transformers import PreTrainedModel
+
+
+class WatchedPass:
+    """The forward pass that a cache's layers are touched by, as far as can be seen from them.
+
+    A pass is one call of the model that runs the layers. It has ended once its last layer was touched; layers beyond
+    that, which no pass had touched before, may follow.
+
+    Attributes
+    ----------
+    touched
+        What it has touched so far: layers, and what was done to them.
+    """
+
+    def __init__(self) -> None:
+        self.touched: set[tuple[int, object]] = set()
+        self._last: int | None = None
+        self._caller: FrameType | None = None
+        self._by_model = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has got to the last layer, or is not a model's: who updates layers by hand may stop anywhere."""
+        return not self.touched or not self._by_model or any(layer == self._last for layer, _ in self.touched)
+
+    def goes_on(self, layer: int, what: object) -> bool:
+        """Whether a touch belongs to this pass, and not to another that begins with it."""
+        if not self.touched:
+            return False
+        if self._caller is not None:
+            return any(frame is self._caller for frame in _frames())
+        if self._by_model and (self._last is None or layer < self._last):
+            return False
+        return (layer, what) not in self.touched
+
+    def begin(self, last: int | None) -> None:
+        """Watch another pass, which ends with the layer `last`."""
+        self.touched, self._last = set(), last
+        self._caller = next(
+            (each for each in _frames() if isinstance(each.f_locals.get("self"), PreTrainedModel)), None
+        )
+        self._by_model = self._caller is not None
+
+    def touch(self, layer: int, what: object) -> None:
+        """Note what the pass does to a layer."""
+        self.touched.add((layer, what))
+        if layer == self._last:
+            self._caller = None  # it would keep the model's intermediate results alive
+
+
+def _frames() -> Iterator[FrameType]:
+    """What is running, from the innermost call on."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
