@@ -11,9 +11,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import transformers
+from small_model import make_small_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
+from kvfold.integrations.models import demo_folder, load_model
 
 torch.set_grad_enabled(False)
 
@@ -199,6 +201,34 @@ def counting(_demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: t
     """Prose and then numbers that count up, (1, T): SmolLM2 goes on counting, each token far ahead of all others."""
     numbers = _demo[1](" ".join(map(str, range(100, 180))), return_tensors="pt").input_ids
     return torch.cat((text_ids[:, :300], numbers), 1)
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a part of SmolLM2 that is quick (`small_model`)."""
+    return make_small_model(demo_folder(), tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture(scope="session")
+def _small(small_folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(str(small_folder), dtype=torch.float32)
+
+
+@pytest.fixture
+def small(
+    _small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """That part and its tokenizer, attached."""
+    model, tokenizer = _small
+    assert kvfold.attach(model)
+    yield model, tokenizer
+    kvfold.detach(model)
+
+
+@pytest.fixture(scope="session")
+def small_ids(_small: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> torch.Tensor:
+    """The text of `text_ids` as that part's tokenizer has it, (1, T)."""
+    return _small[1]((DATA / "prose.txt").read_text(), return_tensors="pt").input_ids
 
 
 @pytest.fixture(scope="session")

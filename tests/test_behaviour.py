@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli import _kvfold
+from commands import run_kvfold
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.evaluate.behaviour import TASKS, Case, Outcome, Task, Turn, run_task, sum_up
@@ -205,18 +205,18 @@ def test_a_case_longer_than_the_model_is_refused(demo: Demo) -> None:
         run_task(*demo, Needle(lengths=(9_000,)), [], 0)
 
 
-def test_command(tmp_path: Path) -> None:
+def test_command(small_folder: Path, tmp_path: Path) -> None:
     out, plot = tmp_path / "tasks.jsonl", tmp_path / "needle.png"
     arguments = (
         "tasks", "--tasks", "needle", "--lengths", "150,300", "--repeats", "1", "--formats", "kvfold-4",
-        "--out", str(out), "--plot", str(plot),
+        "--model", str(small_folder), "--out", str(out), "--plot", str(plot),
     )  # fmt: skip
-    run = _kvfold(*arguments, "--json")
+    run = run_kvfold(*arguments, "--json")
     assert run.returncode == 0, run.stderr
     document = json.loads(run.stdout)
     assert len(document["outcomes"]) == len(out.read_text().splitlines()) == 20
     assert plot.read_bytes().startswith(b"\x89PNG")
-    table = _kvfold(*arguments)  # from the file alone
+    table = run_kvfold(*arguments)  # from the file alone
     assert "length 300, depth 0.5" in table.stdout
     assert len(out.read_text().splitlines()) == 20
     for bad, message in (
@@ -224,6 +224,6 @@ def test_command(tmp_path: Path) -> None:
         (("--lengths", "x"), "lengths = 'x': give whole numbers"),
         (("--plot", "x.nope"), "give a file that ends in .png"),
     ):
-        run = _kvfold("tasks", *bad)
+        run = run_kvfold("tasks", *bad)
         assert run.returncode == 1
         assert message in run.stderr

@@ -1,33 +1,28 @@
 """The command line, as a user runs it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_kvfold, run_process
+from small_model import LAYERS
 
 from kvfold.attention import cpu
 from kvfold.formats import FORMATS, get_format
 
 
-def _kvfold(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from kvfold.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=None)
-
-
 @pytest.mark.contract
 def test_help_teaches() -> None:
-    out = _kvfold("--help").stdout
+    out = run_process("--help").stdout
     for command in ("demo", "generate", "formats"):
         assert command in out
-        assert "--json" in _kvfold(command, "--help").stdout
+        assert "--json" in run_kvfold(command, "--help").stdout
 
 
 def test_formats() -> None:
-    table = _kvfold("formats").stdout
-    rows = json.loads(_kvfold("formats", "--head-dim", "64", "--json").stdout)
+    table = run_kvfold("formats").stdout
+    rows = json.loads(run_kvfold("formats", "--head-dim", "64", "--json").stdout)
     assert [row["format"] for row in rows] == list(FORMATS)
     for row in rows:
         assert row["format"] in table
@@ -38,11 +33,11 @@ def test_formats() -> None:
 
 
 def test_formats_of_others() -> None:
-    rows = {row["format"]: row for row in json.loads(_kvfold("formats", "--blocks", "--json").stdout)}
+    rows = {row["format"]: row for row in json.loads(run_kvfold("formats", "--blocks", "--json").stdout)}
     assert rows["tbqp3"]["block_bytes"] == 52
     assert rows["polar4-u8"]["key_bytes"] == 132
     assert rows["safe"]["bits_per_value"] == 8 * (66 + 68) / 256
-    assert "tq3" not in _kvfold("formats", "--blocks", "--head-dim", "64", "--json").stdout
+    assert "tq3" not in run_kvfold("formats", "--blocks", "--head-dim", "64", "--json").stdout
 
 
 def test_convert(tmp_path: Path) -> None:
@@ -50,7 +45,7 @@ def test_convert(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(x.numpy().tobytes())
     paths = [str(tmp_path / name) for name in ("x", "tq4", "tbq4", "back")]
     for i, (old, new) in enumerate((("f32", "tq4"), ("tq4", "tbq4"), ("tbq4", "f32"))):
-        run = _kvfold("convert", paths[i], paths[i + 1], "--from", old, "--to", new, "--json")
+        run = run_kvfold("convert", paths[i], paths[i + 1], "--from", old, "--to", new, "--json")
         assert run.returncode == 0, run.stderr
         assert json.loads(run.stdout)["vectors"] == 5_000
         assert json.loads(run.stdout)["error"] == pytest.approx(0.0 if new == "f32" else 0.0093, rel=0.05)
@@ -64,13 +59,13 @@ def test_convert(tmp_path: Path) -> None:
         ((paths[1], paths[3], "--from", "tq4", "--to", "kvfold-4"), "has no blocks"),
         ((paths[1] + "x", paths[3], "--from", "tq4", "--to", "f32"), "there is no such file"),
     ):
-        run = _kvfold("convert", *arguments)
+        run = run_kvfold("convert", *arguments)
         assert (run.returncode, word in run.stderr) == (1, True), run.stderr
     assert y.shape == (5_000, 128)
 
 
 def test_what_reads_each_format_here() -> None:
-    rows = json.loads(_kvfold("formats", "--devices", "--json").stdout)
+    rows = json.loads(run_kvfold("formats", "--devices", "--json").stdout)
     paths = {row["format"]: row["cpu"] for row in rows}
     assert list(paths) == list(FORMATS)
     integers = cpu.INSTRUCTION_SETS[0] in cpu.INTEGER_SETS
@@ -79,7 +74,7 @@ def test_what_reads_each_format_here() -> None:
 
 
 def test_bench(tmp_path: Path) -> None:
-    run = _kvfold(
+    run = run_kvfold(
         "bench", "--formats", "turboquant-2", "--contexts", "100,300", "--new", "3", "--plot", str(tmp_path / "a.png"),
         "--json",
     )  # fmt: skip
@@ -101,7 +96,7 @@ def test_bench(tmp_path: Path) -> None:
 def test_generate(tmp_path: Path) -> None:
     document = tmp_path / "doc.txt"
     document.write_text("Mary's favourite fruit is the mango. " + "It rained all day. " * 120, encoding="utf-8")
-    run = _kvfold(
+    run = run_process(
         "generate", "--file", str(document), "--prompt", "What is Mary's favourite fruit?", "--max-new-tokens", "20",
         "--format", "kvfold-4:turboquant-4", "--json",
     )  # fmt: skip
@@ -114,7 +109,7 @@ def test_generate(tmp_path: Path) -> None:
 
 
 def test_demo_in_small() -> None:
-    run = _kvfold("demo", "--tokens", "300", "--formats", "turboquant-2", "--max-new-tokens", "4", "--json")
+    run = run_kvfold("demo", "--tokens", "300", "--formats", "turboquant-2", "--max-new-tokens", "4", "--json")
     assert run.returncode == 0, run.stderr
     dense, folded = json.loads(run.stdout)
     assert (dense["format"], dense["bits_per_value"]) == ("dense", 32)
@@ -137,22 +132,24 @@ def test_demo_in_small() -> None:
     ],
 )
 def test_errors_are_one_clear_line(arguments: tuple[str, ...], message: str) -> None:
-    run = _kvfold(*arguments)
+    run = run_kvfold(*arguments)
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
 
 
-def test_forgetting(tmp_path: Path) -> None:
+def test_forgetting(small_folder: Path, tmp_path: Path) -> None:
     """Measured, and then used, with files and options that do not fit named."""
     tria, document = str(tmp_path / "model.tria"), tmp_path / "doc.txt"
     document.write_text("It rained all day, and the keeper wrote it down. " * 60, encoding="utf-8")
-    run = _kvfold("calibrate", "--eviction", "--out", tria, "--passage", "256", "--passages", "2")
+    model = ("--model", str(small_folder))
+    run = run_kvfold("calibrate", "--eviction", "--out", tria, "--passage", "256", "--passages", "2", *model)
     assert run.returncode == 0, run.stderr
-    assert "30 layers, 512 tokens" in run.stderr
-    assert Path(tria).stat().st_size == 64 + 30 * 4 + 30 * 9 * 4 * 32 * 4
+    assert f"{LAYERS} layers, 512 tokens" in run.stderr
+    assert Path(tria).stat().st_size == 64 + LAYERS * 4 + LAYERS * 9 * 4 * 32 * 4
     common = (
         "generate",
+        *model,
         "--file",
         str(document),
         "--prompt",
@@ -161,7 +158,7 @@ def test_forgetting(tmp_path: Path) -> None:
         "20",
         "--json",
     )
-    run = _kvfold(*common, "--eviction", tria, "--budget", "320")
+    run = run_kvfold(*common, "--eviction", tria, "--budget", "320")
     assert run.returncode == 0, run.stderr
     row = json.loads(run.stdout)
     tokens = row["prompt_tokens"] + row["new_tokens"] - 1
@@ -172,6 +169,6 @@ def test_forgetting(tmp_path: Path) -> None:
         (("--eviction", tria, "--cache", "x.kv"), "a cache that forgets tokens is not kept"),
         (("--eviction", tria, "--budget", "100"), "budget = 100 holds no more"),
     ):
-        run = _kvfold(*common, *options)
+        run = run_kvfold(*common, *options)
         assert run.returncode != 0
         assert says in run.stderr.replace("\n", " ")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import _kvfold
+from commands import run_kvfold
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -98,21 +98,21 @@ class _Page(HTMLParser):
                 self.fetched.append(f"{tag} {name}={value}")
 
 
-def test_report(tmp_path: Path) -> None:
+def test_report(small_folder: Path, tmp_path: Path) -> None:
     """From rows that the commands really wrote to a page that fetches nothing."""
     files = []
     for name, command in {
         "eval.json": ("eval", "--passage", "150", "--passages", "1", "--formats", "centred-4,turboquant-3"),
         "tasks.json": ("tasks", "--tasks", "needle", "--lengths", "120", "--repeats", "1", "--formats", "centred-4"),
         "compare.json": ("compare", "--tokens", "120", "--generate", "2"),
-        "plan.json": ("plan", "--model", "smollm2", "--memory", "1GB"),
+        "plan.json": ("plan", "--memory", "1GB"),
     }.items():
-        run = _kvfold(*command, "--json")
+        run = run_kvfold(*command, "--model", str(small_folder), "--json")
         assert run.returncode == 0, run.stderr
         files.append(tmp_path / name)
         files[-1].write_text(run.stdout)
     out = tmp_path / "report.html"
-    run = _kvfold("report", *map(str, files), "--out", str(out))
+    run = run_kvfold("report", *map(str, files), "--out", str(out))
     assert run.returncode == 0, run.stderr
     text = out.read_text()
     page = _Page()
@@ -184,6 +184,6 @@ def test_report_errors(tmp_path: Path, content: str | None, message: str) -> Non
 @pytest.mark.contract
 def test_plan_draws(tmp_path: Path) -> None:
     plot = tmp_path / "plan.svg"
-    run = _kvfold("plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--plot", str(plot))
+    run = run_kvfold("plan", "--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--plot", str(plot))
     assert run.returncode == 0, run.stderr
     assert "<svg" in plot.read_text()

@@ -111,12 +111,12 @@ def test_layers_that_stay_dense_have_no_error() -> None:
     ],
 )
 def test_errors(tmp_path: Path, content: str | None, arguments: tuple[str, ...], message: str) -> None:
-    from test_cli import _kvfold
+    from commands import run_kvfold
 
     if content is not None:
         (tmp_path / "text.txt").write_text(content, encoding="utf-8")
         arguments = (*arguments, "--text", str(tmp_path / "text.txt"))
-    run = _kvfold("eval", *arguments)
+    run = run_kvfold("eval", *arguments)
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr

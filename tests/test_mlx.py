@@ -20,12 +20,12 @@ if find_spec("mlx_lm") is None:  # what is there and does not import is no reaso
 from kvfold.kernels.mlx import mx  # isort: split
 
 import mlx_lm
+from commands import run_kvfold
 from conftest import tiny_model
 from metal_on_cpu import metal_kernel
 from mlx.utils import tree_flatten
 from mlx_lm.models import base, llama
 from mlx_lm.models import cache as theirs
-from test_cli import _kvfold
 
 import kvfold
 import kvfold.integrations.mlx  # before MLX: torch's BLAS
@@ -520,14 +520,12 @@ def test_held_bytes_at_4096_tokens(smollm2: tuple[Any, Any]) -> None:
 
 
 def test_evaluation_agrees_with_torch(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], smollm2: tuple[Any, Any], text_ids: Tensor
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_folder: Path, small_ids: Tensor
 ) -> None:
-    from kvfold.integrations.models import demo_folder, load_config
-
-    runtime = MlxRuntime(smollm2[0], load_config(demo_folder()))
+    runtime, _ = MlxRuntime.load(str(small_folder), torch.float32)
     runtime.attach()
-    passages = [text_ids[:, 8_000:8_640]]
-    (ours,) = evaluate_formats(demo[0], passages, ["kvfold-3"])
+    passages = [small_ids[:, 8_000:8_640]]
+    (ours,) = evaluate_formats(small[0], passages, ["kvfold-3"])
     (row,) = evaluate_formats(runtime, passages, ["kvfold-3"])
     assert row.ppl_dense == pytest.approx(ours.ppl_dense, rel=1e-4)
     assert row.ppl == pytest.approx(ours.ppl, rel=0.01)
@@ -537,12 +535,9 @@ def test_evaluation_agrees_with_torch(
     assert row.to_json()["versions"].keys() >= {"mlx", "mlx-lm", "kvfold"}
 
 
-def test_ablation_passes_through_mlx(smollm2: tuple[Any, Any], fixed_text: str, tmp_path: Path) -> None:
-    from kvfold.integrations.models import demo_folder, load_config
-
-    runtime = MlxRuntime(smollm2[0], load_config(demo_folder()))
-    passage = torch.tensor([smollm2[1].encode(fixed_text)[:400]])
-    job = Sweep(runtime, [passage], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
+def test_ablation_passes_through_mlx(small_folder: Path, small_ids: Tensor, tmp_path: Path) -> None:
+    runtime, _ = MlxRuntime.load(str(small_folder), torch.float32)
+    job = Sweep(runtime, [small_ids[:, :400]], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
     rows = job.ablate()
     assert [row["stage"].split("/")[1] for row in rows] == [
         "identity", "bridge", "keys", "values", "residual off", "residual on",
@@ -718,7 +713,7 @@ def test_windows_that_mlx_lm_would_misplace_are_refused(tmp_path: Path) -> None:
 def test_generate_by_mlx() -> None:
     options = ("--prompt", "Why is the sky blue?", "--max-new-tokens", "12", "--json")
     by_torch, by_mlx = (
-        json.loads(_kvfold("generate", *options, *runtime).stdout)
+        json.loads(run_kvfold("generate", *options, *runtime).stdout)
         for runtime in ((), ("--runtime", "mlx", "--cache-limit-mb", "64", "--memory-limit-mb", "8000"))
     )
     assert by_mlx["runtime"] == "mlx"
@@ -740,7 +735,7 @@ def test_generate_by_mlx() -> None:
 def test_errors_of_the_command_line(arguments: tuple[str, ...], message: str) -> None:
     if "wired" in message and mx.metal.is_available():
         pytest.skip("there is Metal")
-    ran = _kvfold("generate", "--prompt", "x", *arguments)
+    ran = run_kvfold("generate", "--prompt", "x", *arguments)
     assert ran.returncode == 1
     assert message in " ".join(ran.stderr.split())
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from commands import run_kvfold
 from conftest import tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -817,27 +818,19 @@ except OSError as error:
 
 
 def _generate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        "from kvfold.cli import main; main()",
-        "generate",
-        "--max-new-tokens",
-        "8",
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_kvfold("generate", "--max-new-tokens", "8", *arguments)
 
 
-def test_generate_reads_what_its_file_does_not_hold(tmp_path: Path) -> None:
+def test_generate_reads_what_its_file_does_not_hold(small_folder: Path, tmp_path: Path) -> None:
     document, kept = tmp_path / "doc.txt", str(tmp_path / "doc.kv")
     document.write_text("Mary's favourite fruit is the mango. " + "It rained all day. " * 80, encoding="utf-8")
-    asked = ("--file", str(document), "--prompt", "What is Mary's favourite fruit?")
+    read = ("--model", str(small_folder), "--file", str(document))
+    asked = (*read, "--prompt", "What is Mary's favourite fruit?")
     plain, first, again, other, wrong = (
         _generate(*arguments, "--json", *(("--cache", kept) if use else ()))
         for arguments, use in (
             (asked, False), (asked, True), (asked, True),
-            (("--file", str(document), "--prompt", "What was the weather like?"), True),
+            ((*read, "--prompt", "What was the weather like?"), True),
             ((*asked, "--format", "kvfold-3"), True),
         )
     )  # fmt: skip

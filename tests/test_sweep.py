@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import _kvfold
+from commands import run_kvfold
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,7 +26,7 @@ from kvfold.formats.page import Pages
 
 def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> Sweep:
     kvfold.detach(model)
-    return Sweep(model, [ids[:, 2000:3024]], path, {"model": "smollm2"}, **options)
+    return Sweep(model, [ids[:, 2000:2600]], path, {"model": "small"}, **options)
 
 
 def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,24 +42,24 @@ def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["kvfold", "turboquant"])
 def test_a_planted_bug_stops_the_ablation_at_the_bridge(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    text_ids: Tensor,
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    small_ids: Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
 ) -> None:
-    model, _ = demo
+    model, _ = small
     path = tmp_path / "sweep.jsonl"
     with monkeypatch.context() as patch:
         _swap_heads_and_tokens(patch)
         with pytest.raises(
             StageFailed, match=r"stops at its bridge stage.*heads and tokens are swapped.*Nothing is swept"
         ):
-            _sweep(model, text_ids, path, family=family).run()
+            _sweep(model, small_ids, path, family=family).run()
         stages = [(row["stage"], row["verdict"]) for row in read_rows(path)]
         assert stages == [("ablation/identity", "pass"), ("ablation/bridge", "fail")]
     # Mended, the stage that failed is measured again, the one that passed is not.
-    job = _sweep(model, text_ids, path, family=family)
+    job = _sweep(model, small_ids, path, family=family)
     rows = job.ablate()
     stages = 5 if family in NO_RESIDUAL else 6
     assert [row["verdict"] for row in rows] == ["pass"] * stages
@@ -69,8 +69,8 @@ def test_a_planted_bug_stops_the_ablation_at_the_bridge(
 
 
 def test_a_bug_in_values_stops_at_the_values_stage(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    text_ids: Tensor,
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    small_ids: Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,15 +82,15 @@ def test_a_bug_in_values_stops_at_the_values_stage(
 
     monkeypatch.setattr(Hadamard, "fold_from", shifted)
     with pytest.raises(StageFailed, match=r"stops at its values stage"):
-        _sweep(demo[0], text_ids, tmp_path / "sweep.jsonl").run()
+        _sweep(small[0], small_ids, tmp_path / "sweep.jsonl").run()
 
 
-def test_killed_and_started_again(tmp_path: Path) -> None:
+def test_killed_and_started_again(small_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.jsonl"
     arguments = (
-        "sweep", "--out", str(out), "--passage", "200", "--key-bits", "4,3,2", "--value-bits", "4,2",
-        "--page-sizes", "32", "--family", "centred", "--residuals", "sign", "--json", "--pass-abs", "9",
-        "--pass-pct", "20", "--warn-abs", "20",
+        "sweep", "--model", str(small_folder), "--out", str(out), "--passage", "200", "--key-bits", "4,3,2",
+        "--value-bits", "4,2", "--page-sizes", "32", "--family", "centred", "--residuals", "sign", "--json",
+        "--pass-abs", "100000", "--pass-pct", "20", "--warn-abs", "100000",
     )  # fmt: skip
     command = [sys.executable, "-c", "from kvfold.cli import main; main()", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -105,7 +105,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
         file.write('{"ts": "2026-')  # killed in the middle of a row
     before = [line for line in out.read_text().splitlines() if line.endswith("}")]
 
-    run = _kvfold(*arguments)
+    run = run_kvfold(*arguments)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     lines = out.read_text().splitlines()
@@ -134,7 +134,7 @@ def test_a_corrupt_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2: not a row of results .* The 1 rows before it are whole"):
         open_rows(path, {})
-    run = _kvfold("sweep", "--out", str(path))
+    run = run_kvfold("sweep", "--out", str(path))
     assert (run.returncode, "line 2" in run.stderr) == (1, True)
     assert path.read_text() == content
     append_row(path.with_name("unicode.jsonl"), {"answer": "a\u2028b\x85c"})  # line separators inside a row
@@ -208,11 +208,11 @@ def test_pareto_and_recommendation() -> None:
     assert "nothing meets" in nothing.reason
 
 
-def test_errors(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path) -> None:
+def test_errors(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="family = 'nope': choose one of kvfold, turboquant"):
-        _sweep(demo[0], text_ids, tmp_path / "x.jsonl", family="nope")
+        _sweep(small[0], small_ids, tmp_path / "x.jsonl", family="nope")
     with pytest.raises(ValueError, match="passage = 100: no page of the largest size folds in so few tokens"):
-        Sweep(demo[0], [text_ids[:, :100]], tmp_path / "x.jsonl", {})
+        Sweep(small[0], [small_ids[:, :100]], tmp_path / "x.jsonl", {})
     with pytest.raises(ValueError, match="key_bits is empty"):
         Steps(key_bits=())
     with pytest.raises(ValueError, match=r"value_bits = 9: give bits from 1 to 8"):
