@@ -80,20 +80,20 @@ def test_answers_in_bfloat16(demo: Demo) -> None:
 
 
 def test_peak_memory_of_a_process_falls(small_folder: Path, tmp_path: Path) -> None:
-    """Two rows of 1,200 tokens in fresh processes: what the cache adds to the peak shrinks.
+    """Two rows of 1,600 tokens in fresh processes: what the cache adds to the peak shrinks.
 
     The model has narrow layers and wide keys and values, so that its cache is large and it is quick.
     """
     config = LlamaConfig(
-        vocab_size=TOKENS, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=128, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        vocab_size=TOKENS, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=128, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     for path in small_folder.glob("tokenizer*"):
         (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
     script = Path(__file__).parent.parent / "benchmarks" / "memory.py"
     out = tmp_path / "rows.json"
-    options = ["--context", "1200", "--rows", "2", "--new", "4", "--caches", "dense,kvfold-4", "--json", str(out)]
+    options = ["--context", "1600", "--rows", "2", "--new", "4", "--caches", "dense,kvfold-4", "--json", str(out)]
     options += ["--model", str(tmp_path / "model")]
     subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
     dense, folded = json.loads(out.read_text())
