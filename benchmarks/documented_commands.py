@@ -110,7 +110,7 @@ def make_files(folder: Path, model: Path | None = None) -> None:
     import kvfold
     from kvfold.evaluate import standard_text
 
-    model = model or make_model(folder / "tiny")
+    model = model or make_model(folder / "tiny", positions=16_384)
     (folder / "some").mkdir()
     for name in ("FOLDER", "my-model", "some/folder"):
         (folder / name).symlink_to(model)

@@ -140,7 +140,7 @@ def check_status(status: int, out: str, err: str) -> Iterator[str]:
         yield f"exit 0 with {errors}"
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, positions: int = 4_096) -> Path:
     """A tiny random Llama with a tokenizer of bytes, as a folder."""
     config = LlamaConfig(
         vocab_size=258,
@@ -150,7 +150,7 @@ def make_model(folder: Path) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         bos_token_id=256,
         eos_token_id=257,
     )
