@@ -1,10 +1,10 @@
 """Peak process memory of a long generate, dense against folded, each in a process of its own.
 
-A model in bfloat16 reads `--rows` rows of `--context` random tokens each, in chunks, and answers with `--new` tokens:
-what is held does not depend on the text. Peak is the process's highest resident set (VmHWM, reset once the model is
-loaded and has run), and what that is above the resident set before: what the cache and attention added. Linux only.
+SmolLM2 in bfloat16 reads `--rows` copies of the standard library's text of `--context` tokens each, in chunks, and
+answers with `--new` tokens. Peak is the process's highest resident set (VmHWM, reset once the model is loaded and has
+run), and what that is above the resident set before: what the cache and attention added. Linux only.
 
-    python benchmarks/memory.py [--model smollm2] [--context 7900] [--rows 4] [--caches dense,kvfold-4] [--json FILE]
+    python benchmarks/memory.py [--context 7900] [--rows 4] [--caches dense,kvfold-4] [--json FILE]
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rich.table import Table
 
 import kvfold
 from kvfold.cache.report import held_bytes
-from kvfold.integrations.models import load_model
+from kvfold.evaluate import standard_text
 
 
 def _status(field: str) -> int:
@@ -35,12 +35,11 @@ def _status(field: str) -> int:
 
 
 @torch.no_grad()
-def measure(model_name: str, name: str, context: int, rows: int, new: int) -> dict[str, object]:
+def measure(name: str, context: int, rows: int, new: int) -> dict[str, object]:
     """Memory and time of one cache, in this process."""
-    model, _ = load_model(model_name, torch.bfloat16)
+    model, tokenizer = kvfold.demo_model(torch.bfloat16)
     kvfold.attach(model)
-    text = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.get_text_config().vocab_size, (rows, context), generator=text)
+    ids = tokenizer(standard_text(), return_tensors="pt").input_ids[:, :context].repeat(rows, 1)
     model(ids[:, :256], logits_to_keep=1)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident set starts again from the present one
@@ -54,7 +53,6 @@ def measure(model_name: str, name: str, context: int, rows: int, new: int) -> di
     )  # fmt: skip
     assert out.shape[1] == context + new
     return {
-        "model": model_name,
         "cache": name, "context": context, "rows": rows, "new_tokens": new, "held_bytes": held_bytes(cache.layers),
         "peak_added_bytes": _status("VmHWM") - before, "peak_bytes": _status("VmHWM"),
         "seconds": time.perf_counter() - start,
@@ -63,7 +61,6 @@ def measure(model_name: str, name: str, context: int, rows: int, new: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder with a model and its tokenizer")
     parser.add_argument("--context", type=int, default=7_900)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--new", type=int, default=16)
@@ -72,22 +69,19 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.model, args.one, args.context, args.rows, args.new)))
+        print(json.dumps(measure(args.one, args.context, args.rows, args.new)))
         return
-    load_model(args.model)  # so that no measured process converts it
+    kvfold.demo_model()  # so that no measured process converts it
     results = []
     console = Console(stderr=True)
     for name in args.caches.split(","):
         with console.status(f"{args.rows} x {args.context} tokens with {name}"):
-            command = [sys.executable, __file__, "--one", name, "--model", args.model, "--context", args.context]
+            command = [sys.executable, __file__, "--one", name, "--context", args.context, "--rows", args.rows]
             run = subprocess.run(
-                [*map(str, command), "--rows", str(args.rows), "--new", str(args.new)],
-                check=True,
-                capture_output=True,
-                text=True,
+                [*map(str, command), "--new", str(args.new)], check=True, capture_output=True, text=True
             )
         results.append(json.loads(run.stdout))
-    table = Table(title=f"{args.rows} rows of {args.context:,} tokens, {args.model} in bfloat16")
+    table = Table(title=f"{args.rows} rows of {args.context:,} tokens, SmolLM2-135M in bfloat16")
     for column in ("cache", "held MB", "peak added MB", "peak of the process MB", "seconds"):
         table.add_column(column, justify="left" if column == "cache" else "right")
     for row in results:

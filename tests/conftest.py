@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,14 @@ def random_ids() -> Callable[..., torch.Tensor]:
     return make
 
 
+@contextmanager
+def attached(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model read folded caches for a while."""
+    assert kvfold.attach(model)
+    yield
+    kvfold.detach(model)
+
+
 @pytest.fixture(scope="session")
 def _demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return kvfold.demo_model()
@@ -184,10 +193,8 @@ def demo(
     _demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
     """SmolLM2 and its tokenizer, attached."""
-    model, tokenizer = _demo
-    assert kvfold.attach(model)
-    yield model, tokenizer
-    kvfold.detach(model)
+    with attached(_demo[0]):
+        yield _demo
 
 
 @pytest.fixture(scope="session")
@@ -219,10 +226,8 @@ def small(
     _small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
     """That part and its tokenizer, attached."""
-    model, tokenizer = _small
-    assert kvfold.attach(model)
-    yield model, tokenizer
-    kvfold.detach(model)
+    with attached(_small[0]):
+        yield _small
 
 
 @pytest.fixture(scope="session")

@@ -535,9 +535,12 @@ def test_evaluation_agrees_with_torch(
     assert row.to_json()["versions"].keys() >= {"mlx", "mlx-lm", "kvfold"}
 
 
-def test_ablation_passes_through_mlx(small_folder: Path, small_ids: Tensor, tmp_path: Path) -> None:
-    runtime, _ = MlxRuntime.load(str(small_folder), torch.float32)
-    job = Sweep(runtime, [small_ids[:, :400]], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
+def test_ablation_passes_through_mlx(smollm2: tuple[Any, Any], fixed_text: str, tmp_path: Path) -> None:
+    from kvfold.integrations.models import demo_folder, load_config
+
+    runtime = MlxRuntime(smollm2[0], load_config(demo_folder()))
+    passage = torch.tensor([smollm2[1].encode(fixed_text)[:400]])
+    job = Sweep(runtime, [passage], tmp_path / "sweep.jsonl", {"runtime": "mlx"}, family="turboquant")
     rows = job.ablate()
     assert [row["stage"].split("/")[1] for row in rows] == [
         "identity", "bridge", "keys", "values", "residual off", "residual on",

@@ -26,7 +26,7 @@ from kvfold.formats.page import Pages
 
 def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> Sweep:
     kvfold.detach(model)
-    return Sweep(model, [ids[:, 2000:2600]], path, {"model": "small"}, **options)
+    return Sweep(model, [ids[:, 2000:3024]], path, {"model": "smollm2"}, **options)
 
 
 def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,24 +42,24 @@ def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["kvfold", "turboquant"])
 def test_a_planted_bug_stops_the_ablation_at_the_bridge(
-    small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    small_ids: Tensor,
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    text_ids: Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
 ) -> None:
-    model, _ = small
+    model, _ = demo
     path = tmp_path / "sweep.jsonl"
     with monkeypatch.context() as patch:
         _swap_heads_and_tokens(patch)
         with pytest.raises(
             StageFailed, match=r"stops at its bridge stage.*heads and tokens are swapped.*Nothing is swept"
         ):
-            _sweep(model, small_ids, path, family=family).run()
+            _sweep(model, text_ids, path, family=family).run()
         stages = [(row["stage"], row["verdict"]) for row in read_rows(path)]
         assert stages == [("ablation/identity", "pass"), ("ablation/bridge", "fail")]
     # Mended, the stage that failed is measured again, the one that passed is not.
-    job = _sweep(model, small_ids, path, family=family)
+    job = _sweep(model, text_ids, path, family=family)
     rows = job.ablate()
     stages = 5 if family in NO_RESIDUAL else 6
     assert [row["verdict"] for row in rows] == ["pass"] * stages
@@ -69,8 +69,8 @@ def test_a_planted_bug_stops_the_ablation_at_the_bridge(
 
 
 def test_a_bug_in_values_stops_at_the_values_stage(
-    small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    small_ids: Tensor,
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    text_ids: Tensor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,15 +82,15 @@ def test_a_bug_in_values_stops_at_the_values_stage(
 
     monkeypatch.setattr(Hadamard, "fold_from", shifted)
     with pytest.raises(StageFailed, match=r"stops at its values stage"):
-        _sweep(small[0], small_ids, tmp_path / "sweep.jsonl").run()
+        _sweep(demo[0], text_ids, tmp_path / "sweep.jsonl").run()
 
 
-def test_killed_and_started_again(small_folder: Path, tmp_path: Path) -> None:
+def test_killed_and_started_again(tmp_path: Path) -> None:
     out = tmp_path / "sweep.jsonl"
     arguments = (
-        "sweep", "--model", str(small_folder), "--out", str(out), "--passage", "200", "--key-bits", "4,3,2",
-        "--value-bits", "4,2", "--page-sizes", "32", "--family", "centred", "--residuals", "sign", "--json",
-        "--pass-abs", "100000", "--pass-pct", "20", "--warn-abs", "100000",
+        "sweep", "--out", str(out), "--passage", "200", "--key-bits", "4,3,2", "--value-bits", "4,2",
+        "--page-sizes", "32", "--family", "centred", "--residuals", "sign", "--json", "--pass-abs", "9",
+        "--pass-pct", "20", "--warn-abs", "20",
     )  # fmt: skip
     command = [sys.executable, "-c", "from kvfold.cli import main; main()", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -208,11 +208,11 @@ def test_pareto_and_recommendation() -> None:
     assert "nothing meets" in nothing.reason
 
 
-def test_errors(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor, tmp_path: Path) -> None:
+def test_errors(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="family = 'nope': choose one of kvfold, turboquant"):
-        _sweep(small[0], small_ids, tmp_path / "x.jsonl", family="nope")
+        _sweep(demo[0], text_ids, tmp_path / "x.jsonl", family="nope")
     with pytest.raises(ValueError, match="passage = 100: no page of the largest size folds in so few tokens"):
-        Sweep(small[0], [small_ids[:, :100]], tmp_path / "x.jsonl", {})
+        Sweep(demo[0], [text_ids[:, :100]], tmp_path / "x.jsonl", {})
     with pytest.raises(ValueError, match="key_bits is empty"):
         Steps(key_bits=())
     with pytest.raises(ValueError, match=r"value_bits = 9: give bits from 1 to 8"):

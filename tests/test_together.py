@@ -46,6 +46,18 @@ def _stop_before(layer: torch.nn.Module, error: type[BaseException]) -> Any:
     return layer.register_forward_pre_hook(stop)
 
 
+def _goes_on_after_stops(model: PreTrainedModel, ids: Tensor, filled: FoldedCache, error: type[BaseException]) -> None:
+    """Stop a pass before each layer in turn: what is asked once more is answered as if nothing had been."""
+    expected = _logits(model, ids, copy.deepcopy(filled))
+    for layer in model.model.layers:
+        cache = copy.deepcopy(filled)
+        hook = _stop_before(layer, error)
+        with pytest.raises(error):
+            _logits(model, ids, cache)
+        hook.remove()
+        assert torch.equal(_again(model, ids, cache), expected)
+
+
 def _interrupted_at(line: int, change: Callable[[], object]) -> bool:
     """Raise KeyboardInterrupt before the `line`-th line of kvfold's that `change` runs; whether it came so far."""
     left = line
@@ -84,14 +96,7 @@ def test_a_pass_over_linear_attention_is_forgotten(name: str, error: type[BaseEx
     ids = torch.randint(3, 60, (1, 300), generator=torch.Generator().manual_seed(1))
     filled = FoldedCache(model.config, "turboquant-8")
     _logits(model, ids[:, :298], filled)
-    expected = _logits(model, ids[:, 298:299], copy.deepcopy(filled))
-    for layer in model.model.layers:
-        cache = copy.deepcopy(filled)
-        hook = _stop_before(layer, error)
-        with pytest.raises(error):
-            _logits(model, ids[:, 298:299], cache)
-        hook.remove()
-        assert torch.equal(_again(model, ids[:, 298:299], cache), expected)
+    _goes_on_after_stops(model, ids[:, 298:299], filled, error)
     logging.disable(logging.NOTSET)
 
 
@@ -371,11 +376,4 @@ def test_passes_that_end_with_linear_attention(random_ids: Ids) -> None:
     filled = FoldedCache(config, "turboquant-8")
     for part in ids[:, :114].split([100, 1, 1, 1, 10, 1], 1):
         _logits(model, part, filled)
-    expected = _logits(model, ids[:, 114:115], copy.deepcopy(filled))
-    for layer in model.model.layers:
-        cache = copy.deepcopy(filled)
-        hook = _stop_before(layer, KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            _logits(model, ids[:, 114:115], cache)
-        hook.remove()
-        assert torch.equal(_again(model, ids[:, 114:115], cache), expected)
+    _goes_on_after_stops(model, ids[:, 114:115], filled, KeyboardInterrupt)

@@ -21,6 +21,8 @@ VERSION = "--version"
 USAGE = 2
 FAILED = 1
 PACKAGE = Path(__file__).parents[1]
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx_lm")
+"""Packages that run what is a model's own: its code, its settings, its chat template."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -120,18 +122,16 @@ def _ran_out_of_memory(error: Exception) -> bool:
     )
 
 
-LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx_lm")
-"""Packages that run what is a model's own: its code, its settings, its chat template."""
-
-
 def _raised_by(error: Exception) -> str:
     """The one of `LIBRARIES` in whose code, or below it, an error arose; "" if it was in kvfold's, or elsewhere."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).is_relative_to(PACKAGE):
             return ""
+        if frame.filename == "<template>":  # a model's chat template, as jinja2 names its code
+            return "jinja2"
         for name in LIBRARIES:
-            if f"/{name}/" in frame.filename.replace(os.sep, "/") or frame.filename == "<template>":
-                return "jinja2" if frame.filename == "<template>" else name
+            if name in Path(frame.filename).parts:
+                return name
     return ""
 
 

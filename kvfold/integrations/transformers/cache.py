@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -505,15 +505,14 @@ class FoldedCache(Cache):  # type: ignore[misc]
             If there is no such row.
         """
         rows = self._rows_of(beam_idx, "beam_idx", least=0)
-        self._select(rows, lambda layer: layer.reorder_cache(rows))
+        change_all(self.layers, lambda layer: layer.reorder_cache(rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         whole("repeats", repeats, least=1)
         self._end_unended_pass("repeated")
-        rows = torch.arange(self._batch()).repeat_interleave(repeats)
         self._check_layers_have("batch_repeat_interleave")
-        self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+        change_all(self.layers, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`, counted from the end if negative, or those where a bool mask is True.
@@ -525,14 +524,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """
         rows = self._rows_of(indices, "indices", least=-self._batch())
         self._check_layers_have("batch_select_indices")
-        self._select(rows, lambda layer: layer.batch_select_indices(rows))
-
-    def _select(self, rows: Tensor, select_others: Callable[[Any], None]) -> None:
-        """Let row i of all layers be what row `rows[i]` was; layers that are not folded do it by themselves."""
-        change_all(
-            self.layers,
-            lambda layer: layer.folded.select(rows) if isinstance(layer, FoldedLayer) else select_others(layer),
-        )
+        change_all(self.layers, lambda layer: layer.batch_select_indices(rows))
 
     def _check_layers_have(self, method: str) -> None:
         """Raise NotImplementedError, before anything changes, if a layer of transformers lacks a method."""
