@@ -180,7 +180,9 @@ def test_a_request_to_end_leaves_no_part_of_a_file(number: signal.Signals, tmp_p
         for _ in range(60):
             file.write(torch.randn(8_000, 128).numpy().tobytes())
     script = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
+        "import signal\n"  # in the background, and under nohup, some are ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"signal.signal({signal.SIGTERM:d}, signal.SIG_DFL), signal.signal({signal.SIGHUP:d}, signal.SIG_DFL)\n"
         "from kvfold.cli import main; main()"
     )
     command = [sys.executable, "-c", script, "convert", "x", "y", "--from", "f32"]
