@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention import attend, cpu
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import held_bytes
 from kvfold.evaluate.quality import versions
@@ -89,7 +90,7 @@ def main() -> None:
             kinds = dict.fromkeys(name.split()[0] for name in ways)
             dense = {kind: min((t, n) for n, t in best.items() if n.startswith(kind))[1] for kind in kinds}
             for name in args.formats.split(","):
-                cache = LayerCache(name)
+                cache = LayerCache(LayerConfig(name))
                 cache.observe(None, cache.append(key[:, :, :-1], value[:, :, :-1]))
                 token = key[:, :, -1:], value[:, :, -1:]
                 attend(q, cache.append(*token), scaling=dim**-0.5)

@@ -27,9 +27,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvfold.attention.triton import attend_pages, attend_rows
+from kvfold.attention.triton import attend_pool, attend_rows
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
-from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, plan, why_not_paged
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.layout import PageLayout, PagePool, why_not_paged
+from kvfold.cache.pool.plan import Slots, plan
 from kvfold.formats import KeyStatistics, get_formats
 from kvfold.formats.channelwise import SCALES, spread_bits
 from kvfold.formats.page import level_table
@@ -119,7 +122,7 @@ def over_rows(
     """Attention of `tokens` new ones over a cache of `name`."""
     x = torch.randn(1, 1, 1_024 + tokens, dim).to(dtype)
     value = x[..., :value_dim]
-    cache = LayerCache(name, values_of_keys=value_dim is not None)
+    cache = LayerCache(LayerConfig(name, values_of_keys=value_dim is not None))
     cache.observe(None, cache.append(x[:, :, :1_024], value[:, :, :1_024]))
     new = cache.append(x[:, :, 1_024:], value[:, :, 1_024:])
     query = torch.randn(1, repeat, tokens, dim).to(dtype)
@@ -136,7 +139,7 @@ def over_pool(name: str, dim: int, repeat: int) -> Callable[[], object]:
     plan([0, 8 * size + 1], [8 * size + 1], table, slots, 1, size)
     step = plan([0, 1], [8 * size + 2], table, slots, 1, size)
     query, key = torch.randn(1, repeat, dim).bfloat16(), torch.randn(1, 1, dim).bfloat16()
-    return lambda: attend_pages(query, key, key, layer, step, scaling=dim**-0.5)
+    return lambda: attend_pool(query, key, key, layer, step, scaling=dim**-0.5)
 
 
 def into_pool(name: str, dim: int) -> Callable[[], object]:

@@ -40,9 +40,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention import attend
-from kvfold.attention.paged import PagedAttention
+from kvfold.attention.pool import PagedAttention
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
-from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, plan
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.layout import PageLayout, PagePool
+from kvfold.cache.pool.plan import Slots, plan
 from kvfold.cache.report import held_bytes
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FORMATS, KeyStatistics, get_formats
@@ -166,7 +169,7 @@ def worst_error(
     value = torch.randn_like(key)[..., :value_dim]
     query = torch.randn(batch, kv_heads * repeat, tokens, dim, device=DEVICE)
     key, value, query = (x.to(dtype) for x in (key, value, query))
-    cache, done, worst, same = LayerCache(name, values_of_keys=value_dim is not None), 0, 0.0, True
+    cache, done, worst, same = LayerCache(LayerConfig(name, values_of_keys=value_dim is not None)), 0, 0.0, True
     if value_dim is not None:
         value = key[..., :value_dim]
     for n in CHUNKS:
@@ -247,7 +250,7 @@ def decode(formats: list[str]) -> Iterator[Row]:
         query = torch.randn(batch, kv_heads * repeat, 1, DIM, device=DEVICE, dtype=torch.bfloat16)
         dense, way = best_dense(query, key, value)
         for name in formats:
-            first = LayerCache(name)
+            first = LayerCache(LayerConfig(name))
             first.observe(None, first.append(key[:, :, :-1], value[:, :, :-1]))
             pages = held_bytes([first.groups[0].rows.pages()])
             caches = [first, *(copy.deepcopy(first) for _ in range(turns(pages) - 1))]

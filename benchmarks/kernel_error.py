@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvfold
 from kvfold.attention import cpu, reference
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.evaluate import split_passages, standard_text
 from kvfold.evaluate.quality import versions
@@ -56,7 +57,7 @@ def heads_of(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, Tensor, 
 
 def added_power(format: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[float, float]:
     """Σ‖kernel − reference‖² and Σ‖reference − dense‖² of one layer's newest queries."""
-    cache, old, scaling = LayerCache(format), key.shape[2] - NEWEST, key.shape[3] ** -0.5
+    cache, old, scaling = LayerCache(LayerConfig(format)), key.shape[2] - NEWEST, key.shape[3] ** -0.5
     cache.observe(query[:, :, :old], cache.append(key[:, :, :old], value[:, :, :old]))
     new = cache.append(key[:, :, old:], value[:, :, old:])
     rows, dense, q = cache.groups[0].rows, new.dense[0], query[:, :, old:]

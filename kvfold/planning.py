@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
-from kvfold.cache.budgets import prompt_budgets
+from kvfold.cache.config import layer_configs
 from kvfold.cache.policy import Policy
 from kvfold.cache.prompt_costs import count_looked_at
-from kvfold.cache.rows import tail_capacity
+from kvfold.cache.schedule import Schedule
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.formats import FormatPair, get_formats
+from kvfold.cache.tail import tail_capacity
+from kvfold.formats import FormatPair
 
 DENSE_DTYPES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 """Bytes of a value, by the names under which `plan` takes dense caches."""
@@ -66,12 +67,10 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
     _check(layers)
     dense_only = DENSE_DTYPES.get(format)
     total, tables = 0.0, {}
-    full = [index for index, layer in enumerate(layers) if layer.kind == "full"]
-    budgets = prompt_budgets(Policy(format), None, len(layers), full) if dense_only is None else None
+    configs = {} if dense_only is not None else layer_configs(layers, Policy(format))
     for index, layer in enumerate(layers):
-        if layer.folds and dense_only is None:
-            pair = _formats_of(layer, format).at(index, None)
-            pair = replace(pair, awaits_bits=budgets is not None and index in budgets.formats)
+        if index in configs:
+            pair = configs[index].formats_of(*layer.folded_dims)
             total += layer.kv_heads * _folded_bytes(pair, tokens) + 8  # and the row's index
             if pair.awaits_fit:
                 total += _fit_bytes(pair, tokens, layer)
@@ -84,20 +83,14 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
     return ceil(total) + sum(tables.values())
 
 
-def _formats_of(layer: LayerShape, format: str) -> FormatPair:
-    """The formats of a layer that folds."""
-    if layer.kind == "full":
-        return get_formats(format, layer.key_dim, layer.value_dim)
-    return get_formats(format, layer.key_dim + layer.value_dim, layer.key_dim, values_of_keys=True)
-
-
 def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float = 2.0) -> float:
     """Bytes that one more token takes in a long sequence: no windows, no tables."""
     _check(layers)
     total = 0.0
-    for layer in layers:
-        if layer.folds and format not in DENSE_DTYPES:
-            pair = _formats_of(layer, format)
+    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format))
+    for index, layer in enumerate(layers):
+        if index in configs:
+            pair = configs[index].formats_of(*layer.folded_dims)
             total += layer.kv_heads * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
         elif layer.kind != "sliding":
             total += layer.values_per_token * DENSE_DTYPES.get(format, itemsize)
@@ -163,16 +156,11 @@ def _check(layers: Sequence[LayerShape]) -> None:
 
 def _folded_bytes(pair: FormatPair, tokens: int) -> float:
     """One KV head's folded pages and dense windows."""
-    window, size = pair.window, pair.keys.page_size
-    if pair.folds_by_token:
-        pages, dense = ceil(max(tokens - window.sinks, 0) / size), min(tail_capacity(tokens), window.sinks)
-    else:
-        after_sinks = max(tokens - window.sinks, 0)
-        fitted, for_good = tokens >= pair.fit_tokens, tokens - window.undo >= pair.fit_tokens
-        pages = max(after_sinks - window.recent, 0) // size if fitted else 0
-        left = max(after_sinks - window.recent - window.undo, 0) // size if for_good else 0
-        dense = min(tail_capacity(tokens), window.sinks) + tail_capacity(after_sinks - left * size)
-    page = size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
+    schedule = Schedule.of(pair)
+    pages, dense = schedule.pages(tokens), min(tail_capacity(tokens), pair.window.sinks)
+    if not schedule.by_token:
+        dense += tail_capacity(max(tokens - schedule.tail_start(tokens, 0, pages), 0))
+    page = schedule.page_size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
     return pages * page + dense * pair.dense_channels * BESIDE_PAGES
 
 

@@ -22,6 +22,8 @@ ALLOWED = {
     "planning": {"quant", "formats", "cache"},
     "cli": {"formats", "cache", "attention", "eviction", "integrations", "evaluate", "planning"},
 }
+# Modules that bring MLX with them: only those with MLX in their names, and what is made for it, may import them.
+MLX = ("kvfold.kernels.mlx", "kvfold.cache.mlx", "kvfold.attention.mlx", "kvfold.integrations.mlx")
 # Third-party packages that a layer may know of.
 ENGINES = {
     "vllm": {"integrations"},
@@ -55,6 +57,9 @@ def test_imports_point_inwards(layer: str) -> None:
     for path in [*(ROOT / layer).rglob("*.py"), *ROOT.glob(f"{layer}.py")]:
         for name in _imports(path):
             top, *rest = name.split(".")
+            if name.startswith(MLX):
+                own = path.relative_to(ROOT).with_suffix("").parts
+                assert "mlx" in own or layer == "cli", f"{path}: must not need MLX, which {name} brings"
             if top == "kvfold":
                 assert rest, f"{path}: imports the package's front"
                 assert rest[0] in ALLOWED[layer] | {layer}, f"{path}: {layer} must not import {name}"

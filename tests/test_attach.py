@@ -17,7 +17,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 import kvfold
 from kvfold import FoldedCache, Policy
-from kvfold.attention import BACKENDS
+from kvfold.attention import reference
 from kvfold.formats import pair
 
 Ids = Callable[..., Tensor]
@@ -43,8 +43,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(query.shape[2])
         return run(query, *args, **kwargs)
 
-    run = BACKENDS["reference"]
-    monkeypatch.setitem(BACKENDS, "reference", counted)
+    run = reference.attend_rows
+    monkeypatch.setattr(reference, "attend_rows", counted)
     return seen
 
 

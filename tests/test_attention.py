@@ -1,15 +1,16 @@
 """Attention of every backend against dense attention over the unfolded cache, query by query."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
+from backends import with_instruction_set
 from torch import Tensor
 
-from kvfold.attention import BACKENDS, attend, attend_dense, cpu, dispatch
+from kvfold.attention import BACKENDS, attend, attend_dense, cpu, naive, reference
 from kvfold.attention.reference import page_outputs, page_scores
-from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.layer import LayerCache
 from kvfold.formats import get_format, get_formats
 from kvfold.formats.page import PageForm, TokenCodes, level_table
 from kvfold.quant.transforms import Transform
@@ -17,15 +18,13 @@ from kvfold.quant.transforms import Transform
 BATCH, KV_HEADS = 2, 2
 
 
-@pytest.fixture(params=["cpu", "reference"], autouse=True)
+FLOATS = next(isa for isa in cpu.INSTRUCTION_SETS if isa not in cpu.INTEGER_SETS)
+
+
+@pytest.fixture(params=[with_instruction_set(FLOATS), reference], ids=["cpu", "reference"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each backend in turn, where it takes the call; the kernel in floats, as integers are not exact to 1e-5."""
-    name = request.param
-    floats = next(isa for isa in cpu.INSTRUCTION_SETS if isa not in cpu.INTEGER_SETS)
-    monkeypatch.setitem(BACKENDS, "cpu", partial(cpu.attend_rows, instruction_set=floats))
-    monkeypatch.setattr(
-        dispatch, "_fastest", lambda *call: name if name != "cpu" or cpu.unsupported(*call) is None else "reference"
-    )
+    monkeypatch.setitem(BACKENDS, "cpu", request.param)
 
 
 def _qkv(tokens: int, repeat: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,43 +33,6 @@ def _qkv(tokens: int, repeat: int, key_dim: int, value_dim: int) -> tuple[Tensor
     key = torch.randn(BATCH, KV_HEADS, tokens, key_dim).half().float()
     value = torch.randn(BATCH, KV_HEADS, tokens, value_dim).half().float()
     return torch.randn(BATCH, KV_HEADS * repeat, tokens, key_dim), key, value
-
-
-def _dense_truth(
-    new: Appended, q: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Textbook attention in float64 over what each query reads, one query at a time; 0 for padding.
-
-    By the cache's rule a query reads the sinks dense; a page folded once `recent` tokens follow it, or if it was
-    folded before these columns came; all else dense. With formats that fold by token, everything is folded.
-    """
-    repeat = q.shape[1] // key.shape[1]
-    out = torch.zeros(*q.shape[:3], value.shape[-1], dtype=torch.float64)
-    for group, dense in zip(new.layer.groups, new.dense, strict=True):
-        rows, batch_rows = group.rows, group.batch_rows
-        first, recent, size = rows.window.sinks, rows.window.recent, rows.page_size
-        raw = [x[batch_rows, :, group.padding :].double() for x in (key, value)]
-        folded = [x.double() for x in rows.unfold()]
-        for i in range(max(group.padding - new.first_column, 0), q.shape[2]):
-            t = new.first_column + i - group.padding
-            if rows.formats.folds_by_token:
-                stop = t + 1
-            else:
-                assert dense is not None
-                stop = max(first + (t + 1 - recent - first) // size * size, dense.start)
-            k, v = (
-                torch.cat((x[:, :, :first], y[:, :, first:stop], x[:, :, max(stop, first) : t + 1]), 2)[:, :, : t + 1]
-                for x, y in zip(raw, folded, strict=True)
-            )
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-            scores = (q[batch_rows, :, i, None].double() * k).sum(-1) * scaling
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            if sinks is not None:
-                scores = torch.cat((scores, sinks.double().view(1, -1, 1).expand(len(scores), -1, 1)), -1)
-            p = scores.softmax(-1)[..., : t + 1]
-            out[batch_rows, :, i] = (p.unsqueeze(-1) * v).sum(2)
-    return out
 
 
 def _check(
@@ -82,16 +44,20 @@ def _check(
     tokens, scaling = sum(chunks), key_dim**-0.5
     q, key, value = _qkv(tokens, repeat, key_dim, value_dim or key_dim)
     sink_logits = torch.randn(KV_HEADS * repeat) if sinks else None
-    cache, done, steps = LayerCache(format), 0, []
+    cache, done, steps = LayerCache(LayerConfig(format)), 0, []
     for n in chunks:
         part = slice(done, done + n)
         new = cache.append(key[:, :, part], value[:, :, part], padding)
         out = attend(q[:, :, part], new, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
-        truth = _dense_truth(new, q[:, :, part], key, value, scaling, softcap, sink_logits)
-        torch.testing.assert_close(out.double(), truth, atol=1e-5, rtol=0)
+        for group, dense in zip(new.layer.groups, new.dense, strict=True):
+            own = group.own(q[:, :, part], done)
+            truth = naive.attend_rows(own, group.rows, dense, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
+            read, padded = out[group.batch_rows].split((n - own.shape[2], own.shape[2]), 2)[::-1]
+            torch.testing.assert_close(read.double(), truth, atol=1e-5, rtol=0)
+            assert not padded.any()
         steps.append(out)
         done += n
-    whole = LayerCache(format).append(key, value, padding)
+    whole = LayerCache(LayerConfig(format)).append(key, value, padding)
     at_once = attend(q, whole, scaling=scaling, softcap=softcap, sink_logits=sink_logits)
     torch.testing.assert_close(at_once, torch.cat(steps, 2), atol=1e-5, rtol=0)
 
@@ -138,8 +104,8 @@ class TestOptions:
 def test_prompts_longer_than_a_query_block_and_a_page_block() -> None:
     """Whole against chunks across every block boundary inside the reference."""
     q, key, value = _qkv(2500, 1, 64, 64)
-    whole = attend(q, LayerCache("centred-4").append(key, value), scaling=0.3)
-    cache, steps = LayerCache("centred-4"), []
+    whole = attend(q, LayerCache(LayerConfig("centred-4")).append(key, value), scaling=0.3)
+    cache, steps = LayerCache(LayerConfig("centred-4")), []
     for start in range(0, 2500, 700):
         part = slice(start, start + 700)
         steps.append(attend(q[:, :, part], cache.append(key[:, :, part], value[:, :, part]), scaling=0.3))
@@ -150,7 +116,7 @@ def test_prompts_longer_than_a_query_block_and_a_page_block() -> None:
 def test_masks_decide_alone(format: str) -> None:
     """Bool and additive masks agree; a causal mask is no mask; a mask may allow the future and forbid the past."""
     q, key, value = _qkv(200, 2, 64, 64)
-    new = LayerCache(format).append(key, value)
+    new = LayerCache(LayerConfig(format)).append(key, value)
     causal = torch.ones(1, 1, 200, 200, dtype=torch.bool).tril()
     plain = attend(q, new, scaling=0.2)
     torch.testing.assert_close(attend(q, new, scaling=0.2, mask=causal), plain, atol=1e-5, rtol=0)
@@ -203,7 +169,7 @@ def test_never_unpacks_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> Non
     levels = PageForm.levels
     monkeypatch.setattr(PageForm, "levels", lambda form, pages: unpacked.append(pages.tokens) or levels(form, pages))
     q, key, value = _qkv(3000, 1, 64, 64)
-    attend(q, LayerCache("turboquant-4").append(key, value), scaling=0.2, backend="reference")
+    attend(q, LayerCache(LayerConfig("turboquant-4")).append(key, value), scaling=0.2, backend="reference")
     assert max(unpacked) <= reference.PAGE_BLOCK * 64 < 3000
 
 
@@ -224,7 +190,7 @@ def test_dense_attention_with_soft_cap_and_sinks() -> None:
 def test_formats_reach_attention_unchanged() -> None:
     """The cache stores the very bytes that a format's own `fold` makes."""
     _, key, value = _qkv(16 + 64 + 20, 1, 64, 64)
-    cache = LayerCache("centred-4")
+    cache = LayerCache(LayerConfig("centred-4"))
     cache.append(key, value)
     rows = cache.groups[0].rows
     pair = get_formats("centred-4", 64, 64)

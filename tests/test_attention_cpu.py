@@ -1,4 +1,4 @@
-"""The CPU kernel against the reference."""
+"""The CPU kernel against attention as its formula has it."""
 
 import copy
 from itertools import product
@@ -13,12 +13,16 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvfold import FoldedCache, attach, detach
-from kvfold.attention import attend, cpu, dispatch, reference
+from kvfold.attention import attend, cpu, dispatch, naive, reference
+from kvfold.attention.cpu.sides import side_of
+from kvfold.cache.batch import Appended
 from kvfold.cache.budgets import MOST
-from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.layer import LayerCache
 from kvfold.cache.store import PageStore
 from kvfold.formats import KeyStatistics, get_formats
 from kvfold.formats.page import PageForm, TokenCodes
+from kvfold.kernels.cpu import module
 
 FORMATS = (
     "kvfold-4",
@@ -39,11 +43,10 @@ FORMATS = (
 
 def _both(new: Appended, q: Tensor, isa: str = cpu.INSTRUCTION_SETS[0], **options: object) -> tuple[Tensor, Tensor]:
     rows, dense = new.layer.groups[0].rows, new.dense[0]
-    assert cpu.unsupported(q, rows, options.get("mask")) is None
+    assert cpu.why_not(q, rows, options.get("mask")) is None
     options = {"scaling": q.shape[-1] ** -0.5, **options}
-    return cpu.attend_rows(q, rows, dense, instruction_set=isa, **options), reference.attend_rows(
-        q, rows, dense, **options
-    )
+    got = cpu.attend_rows(q, rows, dense, instruction_set=isa, **options)
+    return got, naive.attend_rows(q, rows, dense, **options).float()
 
 
 def _fill(
@@ -52,7 +55,7 @@ def _fill(
     """A cache of `tokens` tokens whose last `n` came together."""
     generator = torch.Generator().manual_seed(tokens)
     statistics = KeyStatistics(torch.rand(kv_heads, dims[0], generator=generator), torch.ones(kv_heads, dims[0]))
-    cache = LayerCache(format, statistics=statistics)
+    cache = LayerCache(LayerConfig(format, statistics=statistics))
     key, value = (torch.randn(batch, kv_heads, tokens, dim, generator=generator) + 0.5 for dim in dims)
     if tokens > n:
         cache.append(key[:, :, :-n], value[:, :, :-n])
@@ -144,7 +147,7 @@ def test_dtypes_of_what_stays_dense(dtype: torch.dtype, dims: tuple[int, int], i
     generator = torch.Generator().manual_seed(0)
     for tokens, n, repeat in ((61, 1, 1), (61, 1, 7), (61, 3, 2), (61, 1, 9), (150, 1, 8), (150, 1, 9), (150, 150, 2)):
         key, value = (torch.randn(1, 2, tokens, dim, generator=generator).to(dtype) for dim in dims)
-        cache = LayerCache("centred-4", dense_dtype=dtype)
+        cache = LayerCache(LayerConfig("centred-4", dense_dtype=dtype))
         if tokens > n:
             cache.append(key[:, :, :-n], value[:, :, :-n])
         new = cache.append(key[:, :, -n:], value[:, :, -n:])
@@ -157,7 +160,7 @@ def test_dtypes_of_what_stays_dense(dtype: torch.dtype, dims: tuple[int, int], i
 def test_views_of_any_stride() -> None:
     """Keys as models give them: (batch, tokens, heads, dim) transposed."""
     key, value = torch.randn(2, 2, 90, 3, 64, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
-    new = LayerCache("centred-4").append(key, value)
+    new = LayerCache(LayerConfig("centred-4")).append(key, value)
     q = torch.randn(2, 90, 6, 64).transpose(1, 2)
     _close(*_both(new, q))
 
@@ -185,7 +188,7 @@ def test_its_own_error_is_invisible_beside_the_codec(isa: str) -> None:
     dense = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)
     formats = "turboquant-8 centred-8 kvfold-5 centred-5 turboquant-4 centred-4 centred-3 turboquant-2 centred-1"
     for format in formats.split():
-        new = LayerCache(format).append(key, value)
+        new = LayerCache(LayerConfig(format)).append(key, value)
         rows, span = new.layer.groups[0].rows, new.dense[0]
         fast = cpu.attend_rows(q, rows, span, scaling=1 / 8, instruction_set=isa).double()
         exact = reference.attend_rows(q.double(), new.layer.groups[0].rows, new.dense[0], scaling=1 / 8)
@@ -244,7 +247,7 @@ def test_its_own_error_on_real_heads(format: str, isa: str, real_heads: list[tup
         pytest.skip(f"this machine does not run {isa}")
     own = codec = 0.0
     for query, key, value in real_heads:
-        cache = LayerCache(format)
+        cache = LayerCache(LayerConfig(format))
         cache.observe(query[:, :, :900], cache.append(key[:, :, :900], value[:, :, :900]))
         new = cache.append(key[:, :, 900:], value[:, :, 900:])
         rows, span, q = new.layer.groups[0].rows, new.dense[0], query[:, :, 900:]
@@ -289,10 +292,10 @@ def test_a_call_that_it_does_not_take_says_why() -> None:
     new = _fill("centred-4", 20, 1)
     q = torch.randn(2, 6, 1, 64)
     rows = new.layer.groups[0].rows
-    assert cpu.unsupported(q, rows, torch.zeros(1, 1, 1, 20)) == (
+    assert cpu.why_not(q, rows, torch.zeros(1, 1, 1, 20)) == (
         "the CPU kernel takes masks of bool, and this is one of torch.float32"
     )
-    assert "no queries of torch.float64" in cpu.unsupported(q.double(), rows, None)
+    assert "no queries of torch.float64" in cpu.why_not(q.double(), rows, None)
     with pytest.raises(ValueError, match="this machine does not run nope"):
         _both(new, q, "nope")
 
@@ -310,8 +313,8 @@ def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: s
     generator = torch.Generator().manual_seed(0)
     new = _fill("centred-4", 300, 1)
     rows = new.layer.groups[0].rows
-    for name in ("keys", "values"):
-        old = getattr(rows, name)
+    stores = []
+    for name, old in (("keys", rows.keys), ("values", rows.values)):
         wide = (7, 6, 5, 7) if name == "keys" else (5, 4, 1, 2)
         bits = {"narrow": (4, 3, 1, 2), "wide": wide, "any": (8, 5, 3, 6)}[widths]
         lut = torch.randn(4, 256, generator=generator)
@@ -323,17 +326,18 @@ def test_every_term_of_the_page_form(parts: tuple[str, ...], groups: int, isa: s
         form = PageForm(64, 64, bits, lut, old.form.transform, old.form.lanes, (64 // groups,) * groups)
         shape = (2, 2, old.count, 64)
         code = torch.rand(*shape, 64, generator=generator) * 2.0 ** torch.tensor(bits).repeat_interleave(16)
-        store = PageStore(form)
         optional = {
             "offset": torch.randn(*shape, groups, generator=generator).half(),
             "centre": torch.randn(2, 2, old.count, 64, generator=generator).half(),
             "channel_scale": torch.rand(2, 2, old.count, 64, generator=generator).half(),
         }
         scale = torch.rand(*shape, groups, generator=generator).half()
-        store.append(form.pack(TokenCodes(code.to(torch.uint8), scale, **{part: optional[part] for part in parts})))
-        setattr(rows, name, store)
+        codes = TokenCodes(code.to(torch.uint8), scale, **{part: optional[part] for part in parts})
+        store = PageStore(form).with_pages(form.pack(codes))
+        stores.append(store)
         fits = isa in cpu.INTEGER_SETS and widths != "any" and not (name == "values" and "channel_scale" in parts)
-        assert cpu.module.in_integers(isa, cpu._side(store)) == fits
+        assert module.in_integers(isa, side_of(store)) == fits
+    rows.stores = tuple(stores)
     for heads in (6, 14):  # a block of rows that is not full, and one after a full one
         q = 0.3 * torch.randn(2, heads, 1, 64, generator=generator)
         got, expected = _both(new, q, isa)
@@ -393,7 +397,7 @@ def test_memory_that_moves_is_found_again() -> None:
     for store in (rows.keys, rows.values):
         for _, tensor in store.storage.tensors():
             tensor.untyped_storage().share_memory_()
-    for tensor in (*rows.sinks, *rows.tail):
+    for tensor in (*rows.dense.sinks, *rows.dense.tail):
         tensor.untyped_storage().share_memory_()
     assert torch.equal(_both(new, q)[0], before)
 
@@ -435,7 +439,7 @@ def test_results_lie_where_queries_do() -> None:
 def test_sinks_that_the_kernel_takes_as_a_copy_are_copied_anew(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     generator = torch.Generator().manual_seed(0)
     dense_dtype = torch.float64 if dtypes[0] == torch.float64 else None
-    layer = LayerCache("centred-4", dense_dtype=dense_dtype)
+    layer = LayerCache(LayerConfig("centred-4", dense_dtype=dense_dtype))
     for crop in (None, 4, 4):
         if crop:
             layer.crop(crop)

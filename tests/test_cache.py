@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import held_bytes, walk_tensors
@@ -25,7 +26,7 @@ def _kv(batch: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def _filled(format: str, key: Tensor, value: Tensor, steps: list[int] | None = None) -> LayerCache:
-    cache, done = LayerCache(format), 0
+    cache, done = LayerCache(LayerConfig(format)), 0
     for n in steps or [key.shape[2]]:
         cache.append(key[:, :, done : done + n], value[:, :, done : done + n])
         done += n
@@ -49,7 +50,7 @@ def test_dense_tokens_are_exact_and_folded_ones_are_not() -> None:
     key, value = _kv(1, 300)
     rows = _filled("centred-4", key, value).groups[0].rows
     # Page 3 ends at 272 and is followed by 28 ≥ 16 tokens: folded, and dense still, as 28 < 16 + 24.
-    assert (rows.keys.count, rows.folded_stop, rows.tail_start) == (4, 272, 208)
+    assert (rows.keys.count, rows.folded_stop, rows.dense.tail_start) == (4, 272, 208)
     for x, y in zip((key, value), rows.unfold(), strict=True):
         assert torch.equal(x[:, :, :16], y[:, :, :16])
         assert torch.equal(x[:, :, 272:], y[:, :, 272:])
@@ -60,8 +61,8 @@ def test_dense_tokens_are_exact_and_folded_ones_are_not() -> None:
 def test_formats_that_fold_by_token_keep_nothing_dense() -> None:
     key, value = _kv(1, 70)
     rows = _filled("turboquant-4", key, value).groups[0].rows
-    assert rows.sinks is None
-    assert rows.tail is None
+    assert rows.dense.sinks is None
+    assert rows.dense.tail is None
     assert rows.keys.count == 2
     fmt = get_format("turboquant-4", 64)
     torch.testing.assert_close(rows.unfold()[0], fmt.unfold(fmt.fold(key)))
@@ -111,7 +112,7 @@ def test_rows_can_be_reordered_repeated_and_dropped(format: str) -> None:
 def test_a_padded_row_is_what_it_is_alone(format: str) -> None:
     key, value = _kv(3, 200)
     padding = [0, 61, 130]
-    cache, done = LayerCache(format), 0
+    cache, done = LayerCache(LayerConfig(format)), 0
     for n in (100, 1, 99):
         cache.append(key[:, :, done : done + n], value[:, :, done : done + n], padding)
         done += n
@@ -130,13 +131,14 @@ def test_storage_grows_ahead_but_not_far() -> None:
     page = fmt.fold(torch.randn(1, 2, 64, 64))
     moves, where = 0, 0
     for _ in range(2000):
-        store.append(page)
+        store = store.with_pages(page)
         assert store.storage is not None
         moves += store.storage.code.data_ptr() != where
         where = store.storage.code.data_ptr()
         assert store.storage.code.shape[2] <= store.count * 33 / 32 + 1
     assert moves < 200  # 2,000 if every append copied
-    store.truncate(10)
+    store = store.first(10)
+    assert store.storage is not None
     assert store.storage.code.shape[2] == 10  # given back
 
 
@@ -146,7 +148,7 @@ def test_held_bytes_walks_real_storages() -> None:
     assert held_bytes([base[:1], base[500:]], {"t": table}, (table, table)) == 4000 + 40
     key, value = _kv(1, 16 + 64 + 16)
     rows = FoldedRows(get_formats("centred-4", 64, 64), kv_heads=2)
-    rows.commit(rows.prepare(key, value))
+    rows.append(key, value, (torch.float32, torch.float32))
     dense = 2 * 2 * (16 + 64 + 16) * 64 * 4  # keys and values, two heads, sinks and the tail, float32
     page = 2 * 2 * (64 * (32 + 2) + 128)  # codes and scale a token, a centre
     tables = 64 * 64 * 4 + 64 * 4 + 2 * 4 * 16 * 4  # one shared rotation and its signs; a level table each
@@ -157,7 +159,7 @@ def test_held_bytes_walks_real_storages() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_graph_grows_with_the_cache(dtype: torch.dtype) -> None:
     key, value = (x.to(dtype).requires_grad_() for x in _kv(1, 120))
-    cache = LayerCache("centred-4")
+    cache = LayerCache(LayerConfig("centred-4"))
     for t in (slice(0, 110), *(slice(i, i + 1) for i in range(110, 120))):
         cache.append(key[:, :, t], value[:, :, t])
     assert not any(t.requires_grad for t in walk_tensors(cache))
@@ -166,14 +168,14 @@ def test_no_graph_grows_with_the_cache(dtype: torch.dtype) -> None:
 
 def test_tokens_that_are_no_plain_numbers_join_as_what_they_stand_for() -> None:
     key, value = _kv(1, 41)
-    plain, other = LayerCache("centred-4"), LayerCache("centred-4")
+    plain, other = LayerCache(LayerConfig("centred-4")), LayerCache(LayerConfig("centred-4"))
     for cache in (plain, other):
         cache.append(key[:, :, :40], value[:, :, :40])
     plain.append(key[:, :, 40:], value[:, :, 40:])
     imaginary = [torch.complex(torch.zeros_like(x), -x).conj().imag for x in (key[:, :, 40:], value[:, :, 40:])]
     assert imaginary[0].is_neg()  # its memory holds the opposite sign
     other.append(*imaginary)
-    for a, b in zip(plain.groups[0].rows.tail, other.groups[0].rows.tail, strict=True):
+    for a, b in zip(plain.groups[0].rows.dense.tail, other.groups[0].rows.dense.tail, strict=True):
         assert torch.equal(a, b)
 
 
@@ -208,7 +210,7 @@ def test_a_refused_append_changes_nothing(format: str) -> None:
 
 def test_errors() -> None:
     key, value = _kv(2, 20)
-    cache = LayerCache("centred-4", index=7)
+    cache = LayerCache(LayerConfig("centred-4", index=7))
     with pytest.raises(ValueError, match=r"layer 7: key \(2, 2, 20, 64\) and value \(2, 2, 19, 64\) must both"):
         cache.append(key, value[:, :, 1:])
     with pytest.raises(TypeError, match=r"key is torch\.int64"):

@@ -2,12 +2,12 @@
 
 import json
 import re
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from backends import with_instruction_set
 from commands import run_kvfold
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ def test_the_kernel_and_the_reference_agree_on_a_real_model(
 ) -> None:
     model = demo[0]
     kvfold.detach(model)
-    monkeypatch.setitem(BACKENDS, "cpu", partial(cpu.attend_rows, instruction_set=isa))
+    monkeypatch.setitem(BACKENDS, "cpu", with_instruction_set(isa))
     result = compare(model, counting, "centred-4", (Executor(backend="reference"), Executor()), generate=8)
     assert result.layers[0].key_match == result.layers[0].value_match == 1
     assert min(layer.hidden_cosine for layer in result.layers) > 0.999

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvfold.attention.cpu import INSTRUCTION_SETS
-from kvfold.kernels.copy import copy_finite
+from kvfold.kernels.cpu.copy import copy_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

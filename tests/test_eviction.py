@@ -610,11 +610,7 @@ def test_slots_and_positions_agree(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 6))):
         n = data.draw(st.integers(1, 300) | st.integers(1, 5))
         tag = torch.arange(rows.seen, rows.seen + n).float()[:, None].expand(1, 2, n, 16)
-        if rows.only_joins(n):
-            assert rows.write(tag, tag, (torch.float16, torch.float16))
-            rows.join(n)
-        else:
-            rows.commit(rows.prepare(tag.half(), tag.half()))
+        rows.append(tag, tag, (torch.float16, torch.float16))
         recent = data.draw(st.integers(1, 150))
         slots = rows.evictable(recent)
         by_page = data.draw(st.booleans())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvfold import Calibration, FoldedCache, QueryStatistics
-from kvfold.cache.files import check_input, check_output, replacing
+from kvfold.cache.files.paths import check_input, check_output, replacing
 from kvfold.evaluate import plots
 from kvfold.evaluate.records import open_rows, read_rows
 from kvfold.integrations.text import check_text, read_text
@@ -122,7 +122,7 @@ def test_what_may_not_be_written_or_read_is_known_before() -> None:
     """By someone who is not root."""
     script = (
         "import os, sys; os.getuid() or os.setuid(65534)\n"
-        "from kvfold.cache.files import check_input, check_output\n"
+        "from kvfold.cache.files.paths import check_input, check_output\n"
         "for check, path in zip((check_output, check_output, check_input), sys.argv[1:]):\n"
         "    try: check(path, 'it')\n"
         "    except PermissionError as error: print(error)\n"

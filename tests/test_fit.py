@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvfold
 from kvfold.attention import attend
 from kvfold.cache.calibration import KIND
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
 from kvfold.evaluate import evaluate_formats
@@ -48,7 +49,7 @@ def _order(cache: LayerCache) -> Tensor:
 
 def test_bits_follow_importance() -> None:
     query, key, value = _qkv(400)
-    cache = LayerCache("kvfold-3")
+    cache = LayerCache(LayerConfig("kvfold-3"))
     _run(cache, query, key, value, [400])
     seen = slice(SINKS, FIT_TOKENS)
     energy = query[0, :, seen].square().unflatten(0, (2, 2)).mean((1, 2))
@@ -69,7 +70,7 @@ def test_bits_follow_importance() -> None:
 @pytest.mark.parametrize("chunks", [[600], [100] * 6, [250, 6, 344], [255, 1, 1, 343], [1] * 600])
 def test_how_tokens_come_makes_no_difference(chunks: list[int]) -> None:
     query, key, value = _qkv(600)
-    whole, parts = LayerCache("kvfold-3"), LayerCache("kvfold-3")
+    whole, parts = LayerCache(LayerConfig("kvfold-3")), LayerCache(LayerConfig("kvfold-3"))
     expected, got = _run(whole, query, key, value, [600]), _run(parts, query, key, value, chunks)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     for a, b in zip(whole.unfold(torch.float32), parts.unfold(torch.float32), strict=True):
@@ -78,7 +79,7 @@ def test_how_tokens_come_makes_no_difference(chunks: list[int]) -> None:
 
 def test_nothing_folds_before_the_statistics_are_complete() -> None:
     query, key, value = _qkv(FIT_TOKENS + 100)
-    cache = LayerCache("kvfold-2")
+    cache = LayerCache(LayerConfig("kvfold-2"))
     for n in [100, FIT_TOKENS - 101]:
         _run(cache, query, key, value, [n])
         assert cache.groups[0].rows.keys.count == 0
@@ -87,8 +88,8 @@ def test_nothing_folds_before_the_statistics_are_complete() -> None:
     rows = cache.groups[0].rows
     assert rows.keys.count == (FIT_TOKENS - SINKS - 24) // 64
     _run(cache, query, key, value, [100])
-    assert rows.query_energy is None  # forgotten once no crop without a trace can go back to it
-    tail = rows.tail
+    assert rows.fit.energy is None  # forgotten once no crop without a trace can go back to it
+    tail = rows.dense.tail
     assert tail is not None
     assert tail[0].shape[2] < 64 + 24 + 24 + 16
 
@@ -97,7 +98,7 @@ def test_nothing_folds_before_the_statistics_are_complete() -> None:
 def test_a_short_crop_leaves_no_trace(held: int, back: int) -> None:
     query, key, value = _qkv(700)
     other_query, other_key, other_value = _qkv(700, seed=1)
-    cropped, straight = LayerCache("kvfold-3"), LayerCache("kvfold-3")
+    cropped, straight = LayerCache(LayerConfig("kvfold-3")), LayerCache(LayerConfig("kvfold-3"))
     _run(cropped, query, key, value, [held - back])
     _run(cropped, other_query, other_key, other_value, [back])
     assert cropped.crop(held - back) == 0
@@ -109,7 +110,7 @@ def test_a_short_crop_leaves_no_trace(held: int, back: int) -> None:
 
 def test_a_long_crop_goes_on() -> None:
     query, key, value = _qkv(700)
-    cache = LayerCache("kvfold-4")
+    cache = LayerCache(LayerConfig("kvfold-4"))
     _run(cache, query, key, value, [500])
     assert cache.crop(100) > 0  # folded tokens stay folded
     _run(cache, query, key, value, [600])
@@ -122,26 +123,26 @@ def test_a_long_crop_goes_on() -> None:
 
 def test_going_back_to_before_the_fit() -> None:
     query, key, value = _qkv(400)
-    cache = LayerCache("kvfold-3")
+    cache = LayerCache(LayerConfig("kvfold-3"))
     _run(cache, query, key, value, [200])
     state = cache.state()
     _run(cache, query, key, value, [200])
     cache.restore(state)
     assert cache.groups[0].rows.formats.awaits_fit
     again = _run(cache, query, key, value, [200])
-    straight = _run(LayerCache("kvfold-3"), query, key, value, [400])[:, :, 200:]
+    straight = _run(LayerCache(LayerConfig("kvfold-3")), query, key, value, [400])[:, :, 200:]
     torch.testing.assert_close(again, straight, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_have_orders_of_their_own() -> None:
     one, two = _qkv(400, seed=1), _qkv(400, seed=2)
     query, key, value = (torch.cat(pair) for pair in zip(one, two, strict=True))
-    both = LayerCache("kvfold-3")
+    both = LayerCache(LayerConfig("kvfold-3"))
     _run(both, query, key, value, [300])
     both.select(torch.tensor([1, 0, 1]))
     out = _run(both, *(x[[1, 0, 1]] for x in (query, key, value)), [100])
     for row, own in enumerate((two, one, two)):
-        alone = LayerCache("kvfold-3")
+        alone = LayerCache(LayerConfig("kvfold-3"))
         expected = _run(alone, *own, [300, 100])[:, :, 300:]
         torch.testing.assert_close(out[row], expected[0], atol=1e-4, rtol=1e-4)
 
@@ -149,11 +150,11 @@ def test_rows_have_orders_of_their_own() -> None:
 def test_queries_count_once() -> None:
     """Layers that share a cache attend to the same tokens again, and so does who tries again."""
     query, key, value = _qkv(200)
-    cache = LayerCache("kvfold-3")
+    cache = LayerCache(LayerConfig("kvfold-3"))
     new = cache.append(key, value)
     outs = [attend(q, new, scaling=D**-0.5) for q in (query, query, 2 * query)]
     assert torch.equal(outs[0], outs[1])
-    energy = cache.groups[0].rows.query_energy
+    energy = cache.groups[0].rows.fit.energy
     assert energy is not None
     assert energy.shape[2] == 200 - SINKS
     expected = query[0, :, SINKS:].square().unflatten(0, (2, 2)).mean(1)
@@ -163,7 +164,7 @@ def test_queries_count_once() -> None:
 @pytest.mark.parametrize("sinks", [0, 240, 256, 300])
 def test_windows_of_ones_own(sinks: int) -> None:
     query, key, value = _qkv(600)
-    whole, parts = (LayerCache("kvfold-3", window=Window(sinks, 24, 24)) for _ in range(2))
+    whole, parts = (LayerCache(LayerConfig("kvfold-3", window=Window(sinks, 24, 24))) for _ in range(2))
     expected, got = _run(whole, query, key, value, [600]), _run(parts, query, key, value, [100, 211, 289])
     assert whole.groups[0].rows.keys.count == (600 - sinks - 24) // 64
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -171,7 +172,7 @@ def test_windows_of_ones_own(sinks: int) -> None:
 
 def test_wrong_queries_are_named() -> None:
     query, key, value = _qkv(300)
-    new = LayerCache("kvfold-3").append(key, value)
+    new = LayerCache(LayerConfig("kvfold-3")).append(key, value)
     with pytest.raises(ValueError, match=r"query has shape \(1, 3, 300, 64\): give .* a multiple of 2"):
         attend(query[:, :3], new, scaling=1.0)
     query[0, 0, 20, 0] = torch.nan
@@ -188,7 +189,7 @@ def test_formats_with_equal_bits_await_nothing() -> None:
 def test_the_kernel_reads_what_the_reference_reads() -> None:
     query, key, value = _qkv(500)
     for format in ("kvfold-4", "kvfold-3", "kvfold-2", "kvfold-6:kvfold-1", "kvfold-3:float16"):
-        new = LayerCache(format).append(key, value)
+        new = LayerCache(LayerConfig(format)).append(key, value)
         got = attend(query, new, scaling=D**-0.5, backend="cpu")
         expected = attend(query, new, scaling=D**-0.5, backend="reference")
         assert (got - expected).square().sum() < 1e-3 * expected.square().sum()
@@ -202,7 +203,7 @@ def test_statistics_of_a_calibration(tmp_path: Path) -> None:
     kvfold.Calibration({3: known}, {"model_type": "x"}).save(path)
     loaded = kvfold.Calibration.load(path)
     assert loaded.about == {"model_type": "x"}
-    cache = LayerCache("kvfold-3", statistics=loaded.layers[3])
+    cache = LayerCache(LayerConfig("kvfold-3", statistics=loaded.layers[3]))
     _run(cache, query, key, value, [SINKS + 64 + 24])  # folds as soon as a page is ripe
     assert cache.groups[0].rows.keys.count == 1
     assert torch.equal(_order(cache), known.order())
@@ -233,7 +234,7 @@ def test_bad_calibrations(tmp_path: Path, demo: tuple[PreTrainedModel, PreTraine
     kvfold.FoldedCache(config, "turboquant-4", calibration=kvfold.Calibration({}))  # has no use for it
     with pytest.raises(ValueError, match="has no layer 1"):
         kvfold.FoldedCache(config, calibration=kvfold.Calibration({0: KeyStatistics(ones, ones)}))
-    cache = LayerCache("kvfold-4", statistics=KeyStatistics(ones, ones))
+    cache = LayerCache(LayerConfig("kvfold-4", statistics=KeyStatistics(ones, ones)))
     with pytest.raises(ValueError, match="2 heads of 32, keys have 2 heads of 64"):
         cache.append(*_qkv(5)[1:])
 
@@ -285,7 +286,7 @@ def test_presets_are_names_of_formats() -> None:
 
 def test_held_memory_counts_the_order() -> None:
     query, key, value = _qkv(400)
-    cache = LayerCache("kvfold-3")
+    cache = LayerCache(LayerConfig("kvfold-3"))
     _run(cache, query, key, value, [400])
     assert any(tensor is _order(cache) for tensor in walk_tensors(cache))
 
@@ -294,9 +295,9 @@ def test_no_graph_is_kept_where_gradients_are_on() -> None:
     """Statistics of queries stay in the cache: they must not hold what made the queries."""
     query, key, value = _qkv(100)
     with torch.enable_grad():
-        new = LayerCache("kvfold-3").append(key, value)
+        new = LayerCache(LayerConfig("kvfold-3")).append(key, value)
         out = attend(query.requires_grad_(), new, scaling=D**-0.5)
-    energy = new.layer.groups[0].rows.query_energy
+    energy = new.layer.groups[0].rows.fit.energy
     assert energy is not None
     assert not energy.requires_grad
     assert not out.requires_grad

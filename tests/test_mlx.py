@@ -31,9 +31,12 @@ import kvfold
 import kvfold.integrations.mlx  # before MLX: torch's BLAS
 from kvfold.attention import attend as attend_in_torch
 from kvfold.attention.mlx import Reader, attend, why_plain
+from kvfold.cache.batch import Appended
 from kvfold.cache.budgets import PromptBudgets
 from kvfold.cache.calibration import Loss
-from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.files.layer import layer_to_saved
+from kvfold.cache.layer import LayerCache
 from kvfold.cache.mlx import ArrayLayer, as_tensors, held_array_bytes
 from kvfold.evaluate import evaluate_formats
 from kvfold.evaluate.sweep import Sweep
@@ -114,7 +117,7 @@ class Pair:
     def __init__(
         self, format: str, dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.float32, **options: Any
     ) -> None:
-        self.torch, self.mlx = LayerCache(format, **options), ArrayLayer(format, **options)
+        self.torch, self.mlx = LayerCache(LayerConfig(format, **options)), ArrayLayer(LayerConfig(format, **options))
         self.batch, self.dim, self.dtype, self.generator = batch, dim, dtype, torch.Generator().manual_seed(0)
 
     def _vectors(self, heads: int, n: int) -> Tensor:
@@ -135,7 +138,7 @@ class Pair:
 
     def check_bytes(self) -> None:
         """All that both hold is equal, bit for bit."""
-        ours, theirs_ = self.torch.to_saved(), self.mlx.to_saved()
+        ours, theirs_ = layer_to_saved(self.torch), layer_to_saved(self.mlx)
         assert ours.data == theirs_.data
         assert ours.tensors.keys() == theirs_.tensors.keys()
         for name, tensor in ours.tensors.items():
@@ -210,10 +213,10 @@ def test_raw_reads_of_a_transposed_array_would_be_found() -> None:
     """Seed 002's bug: what lies in the buffer of a view is in another order, and pages of it would differ."""
     key = _random(1, 2, 320, 64)
     raw = key.transpose(1, 2).contiguous().view(1, 2, 320, 64)
-    ours, wrong = LayerCache("kvfold-4"), LayerCache("kvfold-4")
+    ours, wrong = LayerCache(LayerConfig("kvfold-4")), LayerCache(LayerConfig("kvfold-4"))
     for layer, x in ((ours, key), (wrong, raw)):
         layer.observe(None, layer.append(x, x))
-    layer = ArrayLayer("kvfold-4")
+    layer = ArrayLayer(LayerConfig("kvfold-4"))
     new = layer.append(_transposed(key), _transposed(key))
     attend(mx.ones((1, 2, 320, 64)), new, scaling=0.1)
     code = to_torch(layer.rows.keys.pages().code)
@@ -236,7 +239,7 @@ def test_trimming_is_that_of_torch(format: str, keep: int) -> None:
 
 def test_the_dense_tail_is_let_go() -> None:
     """Memory that MLX has really taken falls with the tail, and is what the cache says that it holds."""
-    layer, key = ArrayLayer("kvfold-4"), mx.random.normal((1, 4, 512, 128)).astype(mx.float16)
+    layer, key = ArrayLayer(LayerConfig("kvfold-4")), mx.random.normal((1, 4, 512, 128)).astype(mx.float16)
     mx.eval(key)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -254,7 +257,7 @@ def test_the_dense_tail_is_let_go() -> None:
 @pytest.mark.parametrize("chunks", [[200], [100] + [1] * 100])
 def test_nothing_waits_with_the_first_tokens(chunks: list[int]) -> None:
     """Before the fit, while queries are kept: what MLX has taken is what the cache says that it holds."""
-    layer = ArrayLayer("kvfold-3", budgets=PromptBudgets({0: "kvfold-3"}))
+    layer = ArrayLayer(LayerConfig("kvfold-3", budgets=PromptBudgets({0: "kvfold-3"})))
     mx.clear_cache()
     before = mx.get_active_memory()
     for n in chunks:
@@ -268,7 +271,7 @@ def test_nothing_waits_with_the_first_tokens(chunks: list[int]) -> None:
 
 def _scratch(tokens: int) -> int:
     """Bytes beyond the cache that a decoding step takes at its height, 2 heads of 128."""
-    layer, key = ArrayLayer("kvfold-4"), mx.random.normal((1, 2, tokens, 128)).astype(mx.float16)
+    layer, key = ArrayLayer(LayerConfig("kvfold-4")), mx.random.normal((1, 2, tokens, 128)).astype(mx.float16)
     layer.observe(key, layer.append(key, key))
     one = mx.random.normal((1, 2, 1, 128)).astype(mx.float16)
     mx.eval(one, list(layer.to_arrays()[1].values()))
@@ -303,7 +306,7 @@ def test_trimming_twice() -> None:
 @pytest.mark.parametrize("side", ["key", "query"])
 def test_nan_shows_until_its_page_folds(bad: float, side: str) -> None:
     """Nobody has looked at tokens of the tail; what attends to a bad one must say NaN, and not something plausible."""
-    layer, key, query = ArrayLayer("kvfold-4"), _random(1, 2, 40, 64), _random(1, 2, 40, 64)
+    layer, key, query = ArrayLayer(LayerConfig("kvfold-4")), _random(1, 2, 40, 64), _random(1, 2, 40, 64)
     {"key": key, "query": query}[side][0, 1, 30, 5] = bad  # 1e5 is infinite in float16, and no trouble in a query
     new = layer.append(to_mlx(key), to_mlx(_random(1, 2, 40, 64, seed=2)))
     nan = to_torch(attend(to_mlx(query), new, scaling=0.1)).isnan().all(-1)[0]
@@ -364,7 +367,7 @@ def test_no_mask_is_no_mask(tmp_path: Path) -> None:
 
 
 def test_rows_that_no_cache_has_are_refused() -> None:
-    layer = ArrayLayer("turboquant-4")
+    layer = ArrayLayer(LayerConfig("turboquant-4"))
     layer.append(mx.ones((2, 2, 5, 64)), mx.ones((2, 2, 5, 64)))
     for rows in ([1, 0], [0]):
         data, arrays = layer.to_arrays()
@@ -376,7 +379,7 @@ def test_rows_that_no_cache_has_are_refused() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    layer, x = ArrayLayer("kvfold-4", index=3), mx.ones((1, 2, 4, 64))
+    layer, x = ArrayLayer(LayerConfig("kvfold-4", index=3)), mx.ones((1, 2, 4, 64))
     new = layer.append(x, x)
     for key, value, message in (
         (x[0], x[0], "must both have the shape"),
@@ -398,7 +401,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("where", [3, 40])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_is_an_error_when_its_page_folds(where: int, bad: float) -> None:
-    layer = ArrayLayer("kvfold-4", index=5)
+    layer = ArrayLayer(LayerConfig("kvfold-4", index=5))
     x = _random(1, 2, 300, 64)
     x[0, 1, where, 7] = bad
     with pytest.raises(ValueError, match=r"layer 5: .*(NaN|infinit|beyond)"):

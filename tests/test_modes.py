@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvfold
 from kvfold import FoldedCache, Policy
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.formats import get_formats, pair
 
@@ -82,7 +83,7 @@ def test_autocast_changes_no_code(format: str) -> None:
     query = torch.randn(1, 4, 150, 64, generator=generator)
     held = []
     for cast in (False, True):
-        cache = LayerCache(format)
+        cache = LayerCache(LayerConfig(format))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
             for at in (slice(0, 140), *(slice(t, t + 1) for t in range(140, 150))):
                 cache.observe(query[:, :, at], cache.append(key[:, :, at], value[:, :, at]))
@@ -103,7 +104,7 @@ def test_whatever_folds_by_page_takes_drafts_back(format: str) -> None:
     for length in range(190, 290, 7):
         caches = []
         for drafts in (0, 20):
-            cache = LayerCache(format)
+            cache = LayerCache(LayerConfig(format))
             cache.observe(query[:, :, :length], cache.append(key[:, :, :length], value[:, :, :length]))
             if drafts:
                 at = slice(length, length + drafts)

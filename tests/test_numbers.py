@@ -8,7 +8,7 @@ import torch
 
 import kvfold
 from kvfold import FoldedCache, Policy, QueryStatistics, SnapKV, StreamingLLM, TokenStore, TriAttention
-from kvfold.cache.saved import Contents
+from kvfold.cache.files.contents import Contents
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.compare import Executor
 from kvfold.evaluate.sweep import Budgets, Steps

@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from backends import with_instruction_set
 from torch import Tensor
 
-from kvfold.attention import attend, cpu
-from kvfold.attention.paged import PagedAttention
+from kvfold.attention import BACKENDS, attend, cpu
+from kvfold.attention.pool import PagedAttention
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
-from kvfold.cache.paged import WINDOW, PagedLayer, PageLayout, PagePool, Slots, plan, why_not_paged
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.layout import WINDOW, PageLayout, PagePool, why_not_paged
+from kvfold.cache.pool.plan import Slots, plan
 from kvfold.formats import KeyStatistics, get_formats
 
 FORMATS = (
@@ -97,10 +101,11 @@ SIZES = {"a": [70, 1, 1, 56, 1, 130], "b": [1] * 6, "c": [64, 64, 1, 3], "d": [2
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("instruction_set", cpu.INSTRUCTION_SETS)
-def test_kernel_agrees_with_reference(name: str, instruction_set: str) -> None:
+def test_kernel_agrees_with_reference(name: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dim = 128 if name == "polar4" else 64
     tokens = {who: _tokens(sum(sizes), seed, dim) for seed, (who, sizes) in enumerate(SIZES.items())}
-    fast = _in_steps(Engine(name, dim, instruction_set=instruction_set), tokens, SIZES)
+    monkeypatch.setitem(BACKENDS, "cpu", with_instruction_set(instruction_set))
+    fast = _in_steps(Engine(name, dim), tokens, SIZES)
     true = _in_steps(Engine(name, dim, backend="reference"), tokens, SIZES)
     for who in SIZES:
         error = (fast[who] - true[who]).norm() / true[who].norm()
@@ -113,7 +118,7 @@ def test_answers_are_those_of_a_cache_of_one_sequence(name: str) -> None:
     engine = Engine(name, backend="reference")
     together = _in_steps(engine, tokens, SIZES)
     for who, (query, key, value) in tokens.items():
-        layer = LayerCache(name, window=WINDOW, statistics=engine.statistics, dense_dtype=torch.float32)
+        layer = LayerCache(LayerConfig(name, window=WINDOW, statistics=engine.statistics, dense_dtype=torch.float32))
         new = layer.append(*(x.transpose(0, 1)[None] for x in (key, value)))
         alone = attend(query.transpose(0, 1)[None], new, scaling=64**-0.5, backend="reference")[0].transpose(0, 1)
         torch.testing.assert_close(together[who], alone, rtol=0, atol=1e-4 if name == "float16" else 2e-6)

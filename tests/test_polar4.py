@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3ForCausalLM
 import kvfold
 from kvfold import FoldedCache, Policy
 from kvfold.attention import attend
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import Format
@@ -311,7 +312,7 @@ def test_attention_over_the_same_vectors(name: str, backend: str) -> None:
     keys.append(key)
     values.append(value)
     expected = golden_forward.attention(q, keys.read(), values.read(), torch.arange(300))
-    appended = LayerCache(name, index=2, dense_dtype=torch.bfloat16).append(key[None], value[None])
+    appended = LayerCache(LayerConfig(name, index=2, dense_dtype=torch.bfloat16)).append(key[None], value[None])
     got = attend(q[None], appended, scaling=128**-0.5, backend=backend)[0]
     assert (got - expected).norm() < 0.006 * expected.norm()
 

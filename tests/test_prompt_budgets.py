@@ -18,6 +18,8 @@ import kvfold
 from kvfold.attention import attend
 from kvfold.cache.budgets import Item, PromptBudgets, Side, choice, spread
 from kvfold.cache.calibration import Loss
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.prompt_costs import EVERY, FOLDED, count_looked_at, far_errors, looked_at
 from kvfold.evaluate import evaluate_formats
@@ -210,24 +212,24 @@ def test_policies_keep_what_they_name(llama: PreTrainedModel, random_ids: Ids) -
     assert bits[0][1] == bits[2][1] == 4
     assert bits[0][0] + bits[2][0] == 6
     for format in ("turboquant-4", "float16"):
-        assert all(layer.folded.budgets is None for layer in kvfold.FoldedCache(llama.config, format).layers)
+        assert all(layer.folded.config.budgets is None for layer in kvfold.FoldedCache(llama.config, format).layers)
 
 
 @pytest.mark.parametrize("format", ["kvfold-1", "kvfold-5", "kvfold-8", "kvfold-5:kvfold-6"])
 def test_where_no_bit_can_move_nothing_waits_for_it(llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
     cache = kvfold.FoldedCache(llama.config, format)
-    assert all(layer.folded.budgets is None for layer in cache.layers)
+    assert all(layer.folded.config.budgets is None for layer in cache.layers)
     llama(random_ids(1, 300), past_key_values=cache)
     assert set(_formats(cache)) == {format}
 
 
 def test_queries_are_held_by_themselves() -> None:
     """And no longer than they are of use. The model's own query is not kept alive by a view."""
-    layer = LayerCache("kvfold-3", budgets=PromptBudgets({0: "kvfold-3"}))
+    layer = LayerCache(LayerConfig("kvfold-3", budgets=PromptBudgets({0: "kvfold-3"})))
     for n, kept in ((18, 0), (200, 50), (60, 60), (24, None)):
         query, x = (_random(1, heads, n, 64).bfloat16() for heads in (4, 2))
         attend(query, layer.append(x, x), scaling=0.125)
-        queries = layer.groups[0].rows.queries
+        queries = layer.groups[0].rows.fit.queries
         assert (queries is None) == (kept is None)
         if queries is not None:
             assert queries.shape[2] == kept
@@ -330,19 +332,21 @@ def test_padded_sequences_have_bits_of_their_own(llama: PreTrainedModel, random_
 
 def test_damaged_bits_are_refused() -> None:
     query, x = _random(1, 2, 300, 64), _random(1, 2, 300, 64, seed=1)
-    layer = LayerCache("kvfold-3:turboquant-4", budgets=PromptBudgets({0: "kvfold-3:turboquant-4", 1: "kvfold-3"}))
+    layer = LayerCache(
+        LayerConfig("kvfold-3:turboquant-4", budgets=PromptBudgets({0: "kvfold-3:turboquant-4", 1: "kvfold-3"}))
+    )
     attend(query, layer.append(x, x), scaling=0.125, backend="reference")
     for bits in ([5], [0], [3, 3], [], None, [3.0]):
-        saved = layer.to_saved()
+        saved = layer_to_saved(layer)
         assert saved.data["group0"]["bits"] == [layer.groups[0].rows.formats.keys.bits]
         saved.data["group0"]["bits"] = bits
         with pytest.raises(ValueError, match="bits"):
-            LayerCache.from_saved(saved)
-    saved = layer.to_saved()
+            layer_from_saved(saved)
+    saved = layer_to_saved(layer)
     saved.data["budgets"] = False
     with pytest.raises(ValueError, match="which no tokens give"):
-        LayerCache.from_saved(saved)
-    assert LayerCache.from_saved(layer.to_saved()).folded_as == layer.folded_as
+        layer_from_saved(saved)
+    assert layer_from_saved(layer_to_saved(layer)).folded_as == layer.folded_as
 
 
 def test_only_full_attention_takes_part(random_ids: Ids) -> None:

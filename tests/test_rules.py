@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 import kvfold
 from kvfold import FoldedCache, get_format, get_formats
 from kvfold.attention import attend, cpu, reference
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.evaluate import evaluate_formats
 from kvfold.formats.amx3 import AMX3
@@ -147,7 +148,7 @@ def test_a_head_of_576_is_no_latent() -> None:
     """Its values are whole, q8_0, and the kernel reads what the reference does."""
     generator = torch.Generator().manual_seed(0)
     key, value, q = torch.randn(3, 1, 2, 100, 576, generator=generator)
-    cache = LayerCache("tbq4")
+    cache = LayerCache(LayerConfig("tbq4"))
     new = cache.append(key, value)
     rows = new.layer.groups[0].rows
     fast, exact = (way.attend_rows(q[:, :, 99:], rows, None, scaling=0.05) for way in (cpu, reference))
@@ -202,7 +203,7 @@ def test_latent_attention_folds(format: str, bound: float) -> None:
 def test_the_kernel_reads_latents_as_the_reference_does(format: str, isa: str) -> None:
     generator = torch.Generator().manual_seed(0)
     key, q = torch.randn(2, 1, 400, 576, generator=generator), torch.randn(2, 4, 400, 576, generator=generator)
-    cache = LayerCache(format, values_of_keys=True)
+    cache = LayerCache(LayerConfig(format, values_of_keys=True))
     cache.observe(q[:, :, :390], cache.append(key[:, :, :390], key[:, :, :390, :512]))
     new = cache.append(key[:, :, 390:], key[:, :, 390:, :512])
     rows, dense = new.layer.groups[0].rows, new.dense[0]
@@ -272,7 +273,7 @@ def test_scores_are_sharpened_by_the_number_of_tokens(head_dim: int, format: str
     """α(N)·q in the place of q, for each query its own N, in padded rows too, however they come, in any dtype."""
     generator = torch.Generator().manual_seed(0)
     key, value, query = ((2 * torch.randn(2, 2, 90, head_dim, generator=generator)).to(dtype) for _ in range(3))
-    plain, sharp = LayerCache(format), LayerCache(format, sharpen=True)
+    plain, sharp = LayerCache(LayerConfig(format)), LayerCache(LayerConfig(format, sharpen=True))
     counts = torch.stack([torch.arange(90) + 1, (torch.arange(90) - 20).clamp_min(1)])
     for part in (slice(0, 60), slice(60, 90)):
         news = [cache.append(key[:, :, part], value[:, :, part], padding=[0, 21]) for cache in (plain, sharp)]

@@ -28,11 +28,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvfold
 from kvfold import FoldedCache, Policy
 from kvfold.attention import attend
-from kvfold.cache import saved
 from kvfold.cache.budgets import PromptBudgets
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.files import contents
+from kvfold.cache.files.contents import Contents, check, read, write
+from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
-from kvfold.cache.saved import Contents, check, read, write
 from kvfold.formats import KeyStatistics, Window, pair
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.saving import KIND, VERSION
@@ -119,8 +121,8 @@ class TestGoingOn:
         cache = FoldedCache(model.config, policy=policy, dense_dtype=torch.float32)
         _logits(model, random_ids(2, 200), cache)
         loaded = _goes_on_alike(model, cache, tmp_path / "cache", random_ids(2, 90, seed=1))
-        assert loaded.layers[1].folded.window == Window(20, 40, 10)
-        assert loaded.layers[1].folded.groups[0].rows.tail[0].dtype == torch.float32
+        assert loaded.layers[1].folded.config.window == Window(20, 40, 10)
+        assert loaded.layers[1].folded.groups[0].rows.dense.tail[0].dtype == torch.float32
 
     @pytest.mark.contract
     def test_padded_batch(self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ class TestGoingOn:
         assert torch.equal(_logits(llama, ids, cache), _logits(llama, ids, loaded))
         loaded = _goes_on_alike(llama, cache, tmp_path / "cache", random_ids(2, 90, seed=1))
         held = loaded.layers[2].folded
-        assert torch.equal(held.statistics.key_variance, layers[2].key_variance)
+        assert torch.equal(held.config.statistics.key_variance, layers[2].key_variance)
         assert torch.equal(held.groups[0].rows.formats.keys.order, layers[2].order())
 
     def test_empty(self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
@@ -215,7 +217,7 @@ class TestGoingOn:
         _logits(tiny, random_ids(2, 100), cache)
         cache.reset()
         loaded = _goes_on_alike(tiny, cache, tmp_path / "cache", random_ids(1, 100))
-        assert loaded.layers[-1].folded.format == "kvfold-3"
+        assert loaded.layers[-1].folded.config.format == "kvfold-3"
 
     @pytest.mark.contract
     def test_without_attach(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
@@ -307,18 +309,18 @@ class TestFile:
         assert sum(t.nbytes for t in tensors.values()) < cache.held_bytes() + 8 * 800
 
     def test_keeps_all_that_a_layer_is_made_with(self) -> None:
-        """Whoever adds a parameter to `LayerCache` saves it too."""
+        """Whoever adds a field to `LayerConfig` saves it too."""
         other = {
             "format": "kvfold-3", "index": 5, "dense_dtype": torch.float32, "window": Window(1, 2, 3),
             "statistics": KeyStatistics(*torch.rand(2, 2, 8)), "frequencies": (1.0, 0.5),
             "budgets": PromptBudgets({5: "kvfold-3"}),
         }  # fmt: skip
-        parameters = inspect.signature(LayerCache).parameters.values()
+        parameters = inspect.signature(LayerConfig).parameters.values()
         given = {p.name: other.get(p.name, True if p.default is False else None) for p in parameters}
-        assert None not in given.values(), "give the new parameter a value here"
-        loaded = LayerCache.from_saved(LayerCache(**given).to_saved(), 5)
+        assert None not in given.values(), "give the new field a value here"
+        loaded = layer_from_saved(layer_to_saved(LayerCache(LayerConfig(**given))), 5)
         for name, value in given.items():
-            own = getattr(loaded, name)
+            own = getattr(loaded.config, name)
             if isinstance(value, KeyStatistics):
                 own, value = own.importance.tolist(), value.importance.tolist()
             elif isinstance(value, PromptBudgets):
@@ -359,7 +361,7 @@ class TestCopies:
         for c, part, expected in zip((one, other, loaded), more, truth, strict=True):
             assert torch.equal(_logits(tiny, part, c), expected)
         group = [c.layers[-1].folded.groups[0].rows for c in (one, other)]
-        tables = [{t.data_ptr() for t in walk_tensors([rows.formats, rows.unfitted])} for rows in group]
+        tables = [{t.data_ptr() for t in walk_tensors([rows.formats, rows.fit.formats])} for rows in group]
         assert tables[0] == tables[1]
         forms = [{t.data_ptr() for t in walk_tensors([rows.values.form])} for rows in group]
         assert forms[0] == forms[1]
@@ -590,7 +592,7 @@ class TestRefused:
             write(path, KIND, VERSION, Contents({"a": 2}))
             return metadata
 
-        monkeypatch.setattr(saved, "check", replaced)
+        monkeypatch.setattr(contents, "check", replaced)
         with pytest.raises(ValueError, match="the file was replaced while it was read"):
             read(path, KIND, VERSION)
 
@@ -738,7 +740,7 @@ class TestWriting:
 import resource, signal
 import torch
 from kvfold import Calibration
-from kvfold.cache.saved import Contents, write
+from kvfold.cache.files.contents import Contents, write
 from kvfold.formats import KeyStatistics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))

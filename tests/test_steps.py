@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attention import attend, cpu
+from kvfold.attention import attend
+from kvfold.cache.batch import Appended
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import held_bytes
 from kvfold.formats import Window
@@ -16,14 +19,21 @@ from kvfold.formats import Window
 FORMATS = ("kvfold-4", "centred-4:turboquant-3", "turboquant-4", "turboquant-3@32:hadamard-2@32")
 
 
+def without_steps(query: Tensor, new: Appended, **options: Any) -> Tensor:
+    """`attend` in a cache whose tokens never go by steps."""
+    answer = attend(query, new, scaling=1 / 8, **options)
+    for group in new.layer.groups:
+        group.rows.step = None
+    return answer
+
+
 class Pair:
     """One cache whose tokens go by steps where they can, and one whose tokens never do."""
 
-    def __init__(
-        self, format: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, **options: Any
-    ) -> None:
-        self.stepping, self.plain = LayerCache(format, **options), LayerCache(format, **options)
-        self.dtype, self.generator, self.patch = dtype, torch.Generator().manual_seed(0), monkeypatch
+    def __init__(self, format: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        config = LayerConfig(format, **options)
+        self.stepping, self.plain = LayerCache(config), LayerCache(config)
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
         self.steps = 0
 
     def random(self, *shape: int) -> Tensor:
@@ -37,9 +47,7 @@ class Pair:
         new = self.stepping.append(key, value)
         self.steps += new.spans is None
         got = attend(query, new, scaling=1 / 8, **options)  # type: ignore[arg-type]
-        with self.patch.context() as patch:
-            patch.setattr(cpu, "_step", lambda *args: None)
-            expected = attend(query, self.plain.append(key, value), scaling=1 / 8, **options)  # type: ignore[arg-type]
+        expected = without_steps(query, self.plain.append(key, value), **options)
         assert got.dtype == self.dtype
         assert torch.equal(got, expected)
         self.compare()
@@ -56,8 +64,8 @@ class Pair:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", FORMATS)
-def test_steps_answer_as_others_do(format: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(format, monkeypatch, dtype)
+def test_steps_answer_as_others_do(format: str, dtype: torch.dtype) -> None:
+    pair = Pair(format, dtype)
     pair.token(n=300)
     for _ in range(150):
         pair.token()
@@ -74,17 +82,17 @@ def test_steps_answer_as_others_do(format: str, dtype: torch.dtype, monkeypatch:
     "options",
     [{"sharpen": True, "window": Window(4, 24, 24)}, {"dense_dtype": torch.float32}, {"dense_dtype": torch.bfloat16}],
 )
-def test_steps_heed_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_heed_options(options: dict[str, Any]) -> None:
     """`sharpen` changes queries before they are answered; what is kept may be told."""
-    pair = Pair("tbq3" if "sharpen" in options else "kvfold-4", monkeypatch, **options)
+    pair = Pair("tbq3" if "sharpen" in options else "kvfold-4", **options)
     pair.token(n=300)
     for _ in range(20):
         pair.token()
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_else_changes_is_noticed(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(format, monkeypatch)
+def test_what_else_changes_is_noticed(format: str) -> None:
+    pair = Pair(format)
     pair.token(n=300)
 
     def evict(cache: LayerCache) -> None:
@@ -98,7 +106,7 @@ def test_what_else_changes_is_noticed(format: str, monkeypatch: pytest.MonkeyPat
             assert pages is not None
             for _, tensor in pages.tensors():
                 tensor.share_memory_()
-        for tensor in (*(rows.sinks or ()), *(rows.tail or ())):
+        for tensor in (*(rows.dense.sinks or ()), *(rows.dense.tail or ())):
             tensor.share_memory_()
 
     def undo(cache: LayerCache) -> None:
@@ -128,13 +136,13 @@ def test_what_else_changes_is_noticed(format: str, monkeypatch: pytest.MonkeyPat
     for cache in (pair.stepping, pair.plain):
         evict(cache)
     key, value, query = pair.random(2, 2, 1, 64), pair.random(2, 2, 1, 64), pair.random(2, 6, 1, 64)
-    answers = [attend(query, cache.append(key, value), scaling=1 / 8) for cache in (pair.stepping, pair.plain)]
+    answers = [without_steps(query, cache.append(key, value)) for cache in (pair.stepping, pair.plain)]
     assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_step_refuses_what_others_refuse(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(format, monkeypatch)
+def test_a_step_refuses_what_others_refuse(format: str) -> None:
+    pair = Pair(format)
     pair.token(n=300)
     for _ in range(3):
         pair.token()
@@ -165,8 +173,8 @@ def test_a_step_refuses_what_others_refuse(format: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
-def test_an_interrupted_step_leaves_no_trace(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(format, monkeypatch)
+def test_an_interrupted_step_leaves_no_trace(format: str) -> None:
+    pair = Pair(format)
     pair.token(n=300)
     pair.token()
     rows = pair.stepping.groups[0].rows
@@ -186,14 +194,14 @@ def test_an_interrupted_step_leaves_no_trace(format: str, monkeypatch: pytest.Mo
         pair.token()
 
 
-def test_a_tail_that_was_widened_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tokens that were refused then: it is another than the step's."""
-    pair = Pair("kvfold-4", monkeypatch)
+def test_tokens_that_are_refused_once_the_tail_has_room_for_them() -> None:
+    """The room that was made for them is given back: the step's tail is the rows' again."""
+    pair = Pair("kvfold-4")
     pair.token(n=300)
     rows = pair.stepping.groups[0].rows
     for _ in range(200):
-        assert rows.tail is not None
-        room = rows.tail_start + rows.tail[0].shape[2] - rows.length
+        assert rows.dense.tail is not None
+        room = rows.dense.room_left - rows.length
         if rows.step is not None and 0 < room < 5 and rows.only_joins(5):
             break
         pair.token()
@@ -201,41 +209,39 @@ def test_a_tail_that_was_widened_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     many[0, 0, 4, 0] = float("nan")
     with pytest.raises(ValueError, match="is nan"):
         pair.stepping.append(many, many)
-    assert rows.tail_start + rows.tail[0].shape[2] - rows.length >= 5
+    assert rows.dense.room_left - rows.length == room
     for _ in range(6):
         pair.token()
 
 
 def test_rows_that_have_not_started_keep_steps_away() -> None:
     """A batch of the wrong size is no step of those that have."""
-    cache = LayerCache("turboquant-4")
+    cache = LayerCache(LayerConfig("turboquant-4"))
     for n in (40, 1, 1):
         new = cache.append(*torch.ones(2, 2, 2, n, 64), [0, 60])
         attend(torch.ones(2, 6, n, 64), new, scaling=1 / 8)
     with pytest.raises(ValueError, match="has batch 1"):
         cache.append(*torch.ones(2, 1, 2, 1, 64))
-    padding = LayerCache("turboquant-4")
+    padding = LayerCache(LayerConfig("turboquant-4"))
     new = padding.append(*torch.ones(2, 1, 2, 1, 64), [5])
     for _ in range(2):
         assert not attend(torch.ones(1, 6, 1, 64), new, scaling=1 / 8).any()
 
 
-def test_layers_that_share_a_cache_attend_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair("kvfold-4", monkeypatch)
+def test_layers_that_share_a_cache_attend_twice() -> None:
+    pair = Pair("kvfold-4")
     pair.token(n=300)
     for _ in range(30):
         key, value, query, other = (pair.random(2, heads, 1, 64) for heads in (2, 2, 6, 6))
         new, plain = pair.stepping.append(key, value), pair.plain.append(key, value)
         for q in (query, other):
-            with monkeypatch.context() as patch:
-                patch.setattr(cpu, "_step", lambda *args: None)
-                expected = attend(q, plain, scaling=1 / 8)
+            expected = without_steps(q, plain)
             assert torch.equal(attend(q, new, scaling=1 / 8), expected)
 
 
-def test_queries_that_are_kept_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_that_are_kept_are_seen() -> None:
     """As policies ask for them: from when they ask on."""
-    pair = Pair("kvfold-4", monkeypatch)
+    pair = Pair("kvfold-4")
     pair.token(n=300)
     pair.token()
     for cache in (pair.stepping, pair.plain):
@@ -248,11 +254,11 @@ def test_queries_that_are_kept_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
-def test_a_loaded_cache_goes_on(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(format, monkeypatch)
+def test_a_loaded_cache_goes_on(format: str) -> None:
+    pair = Pair(format)
     pair.token(n=300)
     pair.token()
-    pair.stepping = LayerCache.from_saved(pair.stepping.to_saved())
+    pair.stepping = layer_from_saved(layer_to_saved(pair.stepping))
     before = pair.steps
     for _ in range(100):
         pair.token()

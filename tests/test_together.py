@@ -2,11 +2,8 @@
 
 import copy
 import logging
-import sys
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ import tiny_models
 import torch
 import transformers
 from conftest import tiny_model
+from interrupts import interrupted_at
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -22,7 +20,6 @@ from kvfold import FoldedCache, Policy, SnapKV, StreamingLLM
 from kvfold.integrations.transformers.calls import cache_argument
 
 Ids = Callable[..., Tensor]
-PACKAGE = str(Path(kvfold.__file__).parent)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Tensor:
@@ -56,32 +53,6 @@ def _goes_on_after_stops(model: PreTrainedModel, ids: Tensor, filled: FoldedCach
             _logits(model, ids, cache)
         hook.remove()
         assert torch.equal(_again(model, ids, cache), expected)
-
-
-def _interrupted_at(line: int, change: Callable[[], object]) -> bool:
-    """Raise KeyboardInterrupt before the `line`-th line of kvfold's that `change` runs; whether it came so far."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        change()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 @pytest.mark.parametrize("attached", [True, False])
@@ -157,7 +128,7 @@ def test_a_change_is_whole_wherever_it_is_interrupted(change: str, format: str, 
     stopped = 0
     for line in count(0, 17 if change == "evict" else 3):
         cache = copy.deepcopy(filled)
-        if not _interrupted_at(line, lambda cache=cache: CHANGES[change](cache)):  # type: ignore[misc]
+        if not interrupted_at(line, lambda cache=cache: CHANGES[change](cache)):  # type: ignore[misc]
             break
         stopped += 1
         got = after(cache)
@@ -184,9 +155,9 @@ def test_a_token_is_whole_wherever_it_is_interrupted(attached: bool, random_ids:
         expected = _logits(model, ids[:, 299:], whole)
         for line in count(0, 7):
             cache = copy.deepcopy(filled)
-            if not _interrupted_at(line, lambda cache=cache: _logits(model, ids[:, 298:299], cache)):  # type: ignore[misc]
+            if not interrupted_at(line, lambda cache=cache: _logits(model, ids[:, 298:299], cache)):  # type: ignore[misc]
                 break
-            if cache.get_seq_length() == 298 or cache._is_under_way():
+            if cache.get_seq_length() == 298 or cache.passes.is_under_way:
                 _again(model, ids[:, 298:299], cache)
             got = _logits(model, ids[:, 299:], cache)
             assert torch.equal(got, expected)
@@ -355,7 +326,7 @@ def test_snapkv_forgets_in_all_layers_or_none(llama: PreTrainedModel, random_ids
     for line in range(0, 8_000, 211):
         cache = FoldedCache(llama.config, "turboquant-4", eviction=SnapKV(budget=300, interval=16))
         _logits(llama, ids[:, :280], cache)
-        if not _interrupted_at(line, lambda cache=cache: _logits(llama, ids[:, 280:400], cache)):  # type: ignore[misc]
+        if not interrupted_at(line, lambda cache=cache: _logits(llama, ids[:, 280:400], cache)):  # type: ignore[misc]
             break
         assert len({row.evicted for row in cache.report().layers}) == 1
         assert len({layer.get_seq_length() for layer in cache.layers}) == 1

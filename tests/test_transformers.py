@@ -17,6 +17,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 import kvfold
 from kvfold import FoldedCache, Policy
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.formats import pair
 from kvfold.integrations.transformers.handle import FoldedHandle
@@ -671,7 +672,11 @@ class TestCompiled:
 def test_handles_that_come_back_are_unfolded(format: str) -> None:
     """A model that appends to another layer what it read."""
     key, value = torch.randn(2, 1, 2, 1, 64)
-    one, other, expected = LayerCache("centred-4"), LayerCache(format), LayerCache(format)
+    one, other, expected = (
+        LayerCache(LayerConfig("centred-4")),
+        LayerCache(LayerConfig(format)),
+        LayerCache(LayerConfig(format)),
+    )
     before = torch.randn(2, 1, 2, 40, 64)
     other.append(*before), expected.append(*before)
     new = one.append(key, value)

@@ -14,9 +14,10 @@ from test_paged import Engine, _tokens
 from torch import Tensor
 
 from kvfold.attention import attend, triton
-from kvfold.cache import layer, rows
+from kvfold.cache import rows
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
-from kvfold.cache.paged import PagePool
+from kvfold.cache.pool.layout import PagePool
 from kvfold.formats import get_format, get_formats
 from kvfold.formats.channelwise import SCALES
 from kvfold.kernels import ops
@@ -60,7 +61,7 @@ def _attend(
     key = (_random(batch, KV_HEADS, tokens, dim, seed=2) + 2 * _random(dim, seed=3)).to(dtype)
     value = _random(batch, KV_HEADS, tokens, dim, seed=4).to(dtype)
     value = (key if options.get("values_of_keys") else value)[..., :value_dim]
-    cache, done, outs = LayerCache(name, **options), held, []
+    cache, done, outs = LayerCache(LayerConfig(name, **options)), held, []
     if held:
         cache.observe(None, cache.append(key[:, :, :held], value[:, :, :held], padding))
     for n in chunks:
@@ -144,11 +145,10 @@ def _append(cache: LayerCache, x: Tensor, at_a_time: int) -> None:
 
 def test_steps_on_a_gpu_do_not_wait_to_see_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows in what attention gives, and raises an error with its page."""
-    for module in (rows, layer):
-        monkeypatch.setattr(module, "looked_at_once", lambda x: False)
+    monkeypatch.setattr(rows, "checks_tokens", lambda x: False)
     for name in ("kvfold-4", "turboquant-4"):
         for value, sign in ((torch.nan, 1), (torch.inf, 1), (torch.inf, -1)):
-            cache, x = LayerCache(name, index=7), _random(1, 2, 300, 64)
+            cache, x = LayerCache(LayerConfig(name, index=7)), _random(1, 2, 300, 64)
             cache.observe(None, cache.append(x, x))
             bad = x[:, :, :1].clone()
             bad[0, 1, 0, 3] = value
@@ -164,7 +164,7 @@ def test_steps_on_a_gpu_do_not_wait_to_see_a_nan(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(ValueError, match=r"layer 7: the (scale|centre) of a page is"):
                 _append(chunk, x, 150)
         with pytest.raises(ValueError, match="position 300"):  # several tokens at a time are looked at
-            LayerCache(name).append(torch.cat((x, bad), 2), torch.cat((x, x[:, :, :1]), 2))
+            LayerCache(LayerConfig(name)).append(torch.cat((x, bad), 2), torch.cat((x, x[:, :, :1]), 2))
 
 
 CAPPED = {"softcap": 5.0, "sink_logits": torch.arange(6.0).to(DEVICE) / 6}

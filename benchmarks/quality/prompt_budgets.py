@@ -45,7 +45,7 @@ def costs_of(model: PreTrainedModel, ids: Tensor, window: Window | None = None) 
     """What folding each layer's sides costs by the first tokens of `ids`, as a cache finds it."""
     cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
     model(ids[:, :FIT_TOKENS], past_key_values=cache, logits_to_keep=1)
-    (shares,) = cache.layers[0].folded.budgets.shares.values()
+    (shares,) = cache.layers[0].folded.config.budgets.shares.values()
     return {Side(layer, n): cost for layer, share in shares.items() for n, cost in enumerate(share.costs)}
 
 

@@ -1,34 +1,20 @@
 """Attention over a layer's cache, by the backend that fits."""
 
 import logging
-from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from kvfold.attention import cpu, reference, triton
-from kvfold.cache.layer import Appended
+from kvfold.attention import cpu, triton
+from kvfold.attention.backend import backend_of
+from kvfold.cache.batch import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
 from kvfold.kernels.modes import in_no_mode
 
 logger = logging.getLogger("kvfold")
-
-BACKENDS: dict[str, Callable[..., Tensor]] = {
-    "cpu": cpu.attend_rows,
-    "triton": triton.attend_rows,
-    "reference": reference.attend_rows,
-}
-"""Ways to compute, by name; all take what `kvfold.attention.reference.attend_rows` takes."""
-
-WHY_NOT: dict[str, Callable[[Tensor, FoldedRows, Tensor | None], str | None]] = {
-    "cpu": cpu.unsupported,
-    "triton": triton.unsupported,
-    "reference": lambda *call: None,
-}
-"""Why a backend does not take a call's query, rows and mask; None if it does."""
 
 
 def attend(
@@ -64,8 +50,8 @@ def attend(
         If given, one logit a head, (heads,), that takes part in the softmax and has no value
         (attention sinks of gpt-oss).
     backend
-        One of `BACKENDS`; None for the fastest that takes this call, with a word in the log, once, if it
-        is the reference for want of a kernel.
+        One of `kvfold.attention.BACKENDS`; None for the fastest that takes this call, with a word in the log, once, if
+        it is the reference for want of a kernel.
 
     Returns
     -------
@@ -77,8 +63,8 @@ def attend(
         return _attend_outside_graphs(
             query, new, scaling=scaling, mask=mask, softcap=softcap, sink_logits=sink_logits, backend=backend
         )
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend is not None:
+        backend_of(backend)  # raises if there is none
     if new.is_step and mask is None and sink_logits is None and (backend is None or backend == "cpu"):
         rows = new.layer.groups[0].rows
         if rows.step is not None:
@@ -98,7 +84,7 @@ def _attend(
     sink_logits: Tensor | None,
     backend: str | None,
 ) -> Tensor:
-    """`attend`, if it is no step."""
+    """`attend`, if it is no step: first the cache changes, as formats see the queries, then backends read it."""
     if query.requires_grad:
         query = query.detach()
     if query.ndim == 4 and 0 < query.shape[2] < new.columns:  # a model that asks for its last predictions alone
@@ -114,17 +100,17 @@ def _attend(
             own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
             own_mask = _of_slots(own_mask, group.rows, query.shape[1])
         chosen = backend or _fastest(query, group.rows, mask)
-        if backend is not None and (why := WHY_NOT[backend](query, group.rows, mask)) is not None:
+        run = backend_of(chosen)
+        if backend is not None and (why := run.why_not(query, group.rows, mask)) is not None:
             raise ValueError(f"backend = {backend!r}, but {why}: choose 'reference', or None")
-        run = BACKENDS[chosen]
         own_query = group.own(query, new.first_column)
-        if new.layer.sharpen:
+        if new.layer.config.sharpen:
             counts = torch.arange(group.rows.length - own_query.shape[2], group.rows.length, device=query.device) + 1
             factor = group.rows.formats.keys.sharpness(counts)
             assert factor is not None
             wide = torch.promote_types(own_query.dtype, torch.float32)  # 16 bits would round the factor away
             own_query = own_query.to(wide) * factor.to(wide).unsqueeze(-1)
-        result = run(
+        result = run.attend_rows(
             own_query,
             group.rows,
             dense,
@@ -133,6 +119,8 @@ def _attend(
             softcap=softcap,
             sink_logits=sink_logits,
         )
+        if group.rows.step is None:
+            group.rows.step = run.step_of(group.rows)
         if result.shape[0] == query.shape[0] and not skip:  # all rows in one group
             return result if result.dtype == query.dtype else result.to(query.dtype)
         if out is None:
@@ -158,7 +146,7 @@ def path_of(formats: FormatPair, device: str) -> str:
     if device != "cpu":
         why: str | None = "there is no kernel for it yet"
         if device in triton.DEVICES:
-            why = triton.why_not(formats.keys.form, formats.values.form)
+            why = triton.why_not_pages(formats.keys.form, formats.values.form)
         return "Triton" if why is None else f"reference in torch: {why}"
     keys, values = cpu.reads_as(formats.keys), cpu.reads_as(formats.values)
     if "reference" in (keys, values):
@@ -170,7 +158,7 @@ def path_of(formats: FormatPair, device: str) -> str:
 def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
     """The backend for a call. float64 queries go to the reference, which alone computes in float64."""
     backend = "cpu" if query.is_cpu else "triton"
-    why = WHY_NOT[backend](query, rows, mask)
+    why = backend_of(backend).why_not(query, rows, mask)
     if why is None:
         return backend
     if query.dtype != torch.float64:

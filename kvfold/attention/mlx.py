@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from kvfold.cache.layer import Appended
+from kvfold.cache.batch import Appended
 from kvfold.cache.mlx import ArrayLayer, ArrayRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore
@@ -96,7 +96,7 @@ def attend(
         out.append(reader.result(logits))
     whole = out[0] if len(out) == 1 else mx.concatenate(out, -2)
     whole = whole.reshape(batch, heads, n, value_dim).astype(query.dtype)
-    seen = [x for x in (rows.query_energy, rows.queries) if x is not None]
+    seen = [x for x in (rows.fit.energy, rows.fit.queries) if x is not None]
     if seen:  # nobody else asks for them, and what they are made of would wait with them
         (whole,) = mx.depends([whole], seen)
     return whole

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.cache.paged import PagedLayer, Step
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.plan import Step
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats.page import PageForm, Pages, add_first
@@ -19,6 +20,14 @@ PAGE_BLOCK = 16
 """Pages that are unpacked at a time."""
 SCORE_BLOCK = 2**20
 """About how many scores are held at a time; sets the number of queries that go through the keys together."""
+
+
+def why_not(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
+    """None: it takes every call."""
+
+
+def step_of(rows: FoldedRows) -> None:
+    """None: single tokens have no other way."""
 
 
 @torch.no_grad()
@@ -34,7 +43,7 @@ def attend_rows(
 ) -> Tensor:
     """`attend` for rows of one length; the queries are those of the newest tokens.
 
-    `dense` is what `FoldedRows.commit` returned. Computes in float32, or float64 if the query is, and
+    `dense` is what `FoldedRows.append` returned. Computes in float32, or float64 if the query is, and
     returns that.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -71,7 +80,7 @@ def attend_rows(
 
 
 @torch.no_grad()
-def attend_pages(
+def attend_pool(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -82,7 +91,27 @@ def attend_pages(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`kvfold.attention.paged.PagedAttention` of new tokens, one sequence after the other, in float32 or float64."""
+    """Attention of an engine's new tokens, one sequence after the other, in float32 or float64.
+
+    Pages that the step completes are folded first. What it leaves of unfinished pages is kept last.
+
+    Parameters
+    ----------
+    query
+        New tokens of all sequences, (tokens, heads, key_dim), in the tails' dtype like keys and values.
+    key, value
+        (tokens, kv_heads, dim).
+    layer, step
+        The pool, and what the step does to it.
+    scaling, softcap, sink_logits
+        As for `kvfold.attention.attend`.
+
+    Returns
+    -------
+    Tensor
+        (tokens, heads, value_dim).
+    """
+    layer.fold(step, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
     size, kv_heads = layer.formats.keys.page_size, layer.pool.kv_heads
     keys_form, values_form = layer.formats.keys.form, layer.formats.values.form
@@ -115,6 +144,7 @@ def attend_pages(
             reader.state.rotated += page_outputs(reader.state.weights(scores), values, values_form)
         reader.read_dense(q, DenseSpan.of(dense[0], dense[1], length - count - held), folded_later=True)
         out[new] = reader.state.result(values_form, logits)[0].flatten(0, 1).transpose(0, 1)
+    layer.keep_tails(torch.from_numpy(step.left(size)), key, value)
     return out
 
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvfold.cache.files import check_input, replacing
+from kvfold.cache.files.paths import check_input, replacing
 from kvfold.formats import KeyStatistics
 
 KIND = "kvfold-calibration-1"

@@ -1,4 +1,4 @@
-"""Folded tokens that go, physically: what stays moves together, and storage is given back.
+"""Folded tokens that go, physically: what stays moves together, in storage of its own.
 
 Attention asks for no order, as RoPE has turned every key by its own position. So what stays moves as little as it can:
 only into the places that became free.
@@ -7,8 +7,60 @@ only into the places that became free.
 import torch
 from torch import Tensor
 
-from kvfold.cache.store import PAGE_DIM, PageStore
-from kvfold.formats.base import Format
+from kvfold.cache.store import PageStore
+from kvfold.formats import Format
+
+
+def keep_pages(stores: tuple[PageStore, ...], keep: Tensor) -> tuple[tuple[PageStore, ...], Tensor]:
+    """Stores without the pages that go, and slots of the tokens of those that stay.
+
+    Parameters
+    ----------
+    keep
+        For the first pages, bool, (batch, heads, pages), True equally often for each head. All after them stay.
+
+    Returns
+    -------
+    tuple
+        The stores. And int64, (batch, heads, tokens): which slot each of the kept pages' tokens had, in the new order.
+    """
+    pages, size = keep.shape[-1], stores[0].form.page_size
+    index = fill_holes(keep, after=stores[0].count - pages)
+    within = torch.arange(size, device=index.device)
+    slots = (index[..., : int(keep[0, 0].sum())].unsqueeze(-1) * size + within).flatten(2)
+    return tuple(_moved_pages(store, index) for store in stores), slots
+
+
+def keep_tokens(
+    stores: tuple[PageStore, ...], formats: tuple[Format, ...], keep: Tensor, held: int
+) -> tuple[tuple[PageStore, ...], Tensor]:
+    """Stores without the tokens that go, and slots of those that stay.
+
+    Tokens keep their codes where pages have neither centres nor channel scales. Where one side has, all pages from the
+    first that loses a token are folded once more, and both sides keep their order.
+
+    Parameters
+    ----------
+    formats
+        Of each store.
+    keep
+        For the tokens of the first pages, bool, (batch, heads, tokens), True equally often for each head, and for whole
+        pages of tokens where pages are folded once more. All after them stay.
+    held
+        Tokens that the stores hold.
+    """
+    tokens, shape = keep.shape[-1], keep.shape[:2]
+    if not any(store.describes_pages for store in stores):
+        index = fill_holes(keep, after=held - tokens)
+        return tuple(_moved_tokens(store, index) for store in stores), index[..., : int(keep[0, 0].sum())]
+    slots = in_order(keep)
+    after = torch.arange(tokens, held, device=keep.device).expand(*shape, -1)
+    by_slot, pages = torch.cat((slots, after), -1), tokens // stores[0].form.page_size
+    moved = tuple(
+        _folded_again(store, fmt, slots, pages) if store.describes_pages else _moved_tokens(store, by_slot)
+        for store, fmt in zip(stores, formats, strict=True)
+    )
+    return moved, slots
 
 
 def fill_holes(keep: Tensor, after: int = 0) -> Tensor:
@@ -36,63 +88,58 @@ def in_order(keep: Tensor) -> Tensor:
     return unit[keep].view(*keep.shape[:2], -1)
 
 
-def move_pages(store: PageStore, index: Tensor) -> None:
-    """Let page n of each head be what page index[…, n] was, and give the rest back."""
-    pages = (index != torch.arange(index.shape[-1], device=index.device)).any(0).any(0).nonzero()[:, 0]
-    if len(pages):
-        _write(store, pages, {name: _at(t, index[..., pages]) for name, t in store.pages().tensors()})
-    store.give_back(index.shape[-1])
+def _moved_pages(store: PageStore, index: Tensor) -> PageStore:
+    """A store whose page n of each head is what page index[…, n] was."""
+    return store.holding(store.pages().map(lambda t: _at(t, index)), index.shape[-1])
 
 
-def move_tokens(store: PageStore, index: Tensor) -> None:
-    """Let slot n of each head hold the token that slot index[…, n] held, code for code, and give the rest back.
+def _moved_tokens(store: PageStore, index: Tensor) -> PageStore:
+    """A store whose slot n of each head holds the token that slot index[…, n] held, code for code.
 
     For pages without a centre and channel scales, whose tokens mean the same in any page.
     """
     form, kept = store.form, index.shape[-1]
     size = form.page_size
     count = -(-kept // size)
-    if count:
-        # What lies after the last token is a copy of it, until it is cleared.
-        by_page = torch.cat((index, index[..., -1:].expand(-1, -1, count * size - kept)), -1).unflatten(-1, (-1, size))
-        own = torch.arange(count * size, device=index.device).view(count, size)
-        pages = (by_page != own).any(-1).any(0).any(0).nonzero()[:, 0]
-        if len(pages):
-            first = int(pages[0])  # nothing comes from before
-            source = by_page[:, :, pages].flatten(2) - first * size
+    held = store.pages(0, count).map(lambda t: t.clone())
+    moved = store.holding(held, count)
+    if not count:
+        return moved
+    # What lies after the last token is a copy of it, until it is cleared.
+    by_page = torch.cat((index, index[..., -1:].expand(-1, -1, count * size - kept)), -1).unflatten(-1, (-1, size))
+    own = torch.arange(count * size, device=index.device).view(count, size)
+    pages = (by_page != own).any(-1).any(0).any(0).nonzero()[:, 0]
+    if len(pages):
+        first = int(pages[0])  # nothing comes from before
+        source = by_page[:, :, pages].flatten(2) - first * size
 
-            def moved(part: Tensor) -> Tensor:
-                return _at(part.flatten(2, 3), source).unflatten(2, (-1, size))
+        def moved_part(part: Tensor) -> Tensor:
+            return _at(part.flatten(2, 3), source).unflatten(2, (-1, size))
 
-            tokens = form.unpack(store.pages(first)).map_tokens(moved)
-            _write(store, pages, dict(form.pack(tokens).tensors()))
-    store.give_back(count)
+        for name, tensor in form.pack(form.unpack(store.pages(first)).map_tokens(moved_part)).tensors():
+            getattr(held, name).index_copy_(2, pages, tensor)
     if kept % size:
-        form.clear(store.pages(count - 1), kept % size)
+        form.clear(moved.pages(count - 1), kept % size)
+    return moved
 
 
-def fold_again(store: PageStore, format: Format, index: Tensor) -> None:
-    """Let the first pages hold, in order, the tokens of slots `index` (…, whole pages of them), folded once more.
+def _folded_again(store: PageStore, format: Format, index: Tensor, pages: int) -> PageStore:
+    """A store in which the tokens of slots `index`, whole pages of them, stand in the place of the first `pages` pages.
 
     For pages with a centre or channel scales, which are made for the tokens of a page: each time adds an error. Pages
-    before the first token that moves stay as they are; the number of pages does not change.
+    before the first token that moves stay as they are.
     """
     size = store.form.page_size
+    kept = index.shape[-1] // size
     own = torch.arange(index.shape[-1], device=index.device)
     moved = (index != own).any(0).any(0).nonzero()
-    if not len(moved):
-        return
-    first, stop = int(moved[0]) // size, -(-(int(index.max()) + 1) // size)
-    x = store.form.unfold(store.pages(first, stop))
-    folded = format.fold_from(_at(x, index[..., first * size :] - first * size), 0, 0)
-    pages = torch.arange(first, index.shape[-1] // size, device=index.device)
-    _write(store, pages, dict(folded.tensors()))
-
-
-def _write(store: PageStore, pages: Tensor, tensors: dict[str, Tensor]) -> None:
-    assert store.storage is not None
-    for name, tensor in tensors.items():
-        getattr(store.storage, name).index_copy_(PAGE_DIM, pages, tensor)
+    first = int(moved[0]) // size if len(moved) else kept
+    parts = [store.pages(0, first), store.pages(pages)]
+    if first < kept:
+        x = store.form.unfold(store.pages(first, -(-(int(index.max()) + 1) // size)))
+        parts.insert(1, format.fold_from(_at(x, index[..., first * size :] - first * size)))
+    whole = parts[0].map_named(lambda name, _: torch.cat([getattr(part, name) for part in parts], 2))
+    return store.holding(whole, kept + store.count - pages)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:

@@ -1,25 +1,29 @@
 """A layer's folded cache in MLX arrays: the same pages, byte for byte, and the same moments of folding.
 
-What is where, and when it folds, is `FoldedRows`' own. Here is what arrays ask for in the place of tensors: they are
-computed when somebody looks, and nothing changes them in place. So a token joins the dense tail without anybody waiting
-for it; the device is waited for when a page folds, once in 64 tokens (formats that fold token by token wait at each).
-Pages are folded by the format itself, on the CPU, whose memory an Apple GPU shares.
+The schedule says what is where and when it folds, as it does for tensors. Arrays are computed when somebody looks, and
+nothing changes them in place. So a token joins the dense tail without anybody waiting for it; the device is waited for
+when a page folds, once in 64 tokens (formats that fold token by token wait at each). Pages are folded by the format
+itself, on the CPU, whose memory an Apple GPU shares.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvfold.cache.layer import Appended, LayerCache, RowGroup
-from kvfold.cache.prompt_costs import looked_at
+from kvfold.cache.batch import Appended, HeldLayer, RowGroup
+from kvfold.cache.files.contents import Contents
+from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
+from kvfold.cache.fit import Allot
+from kvfold.cache.held import HeldRows
 from kvfold.cache.report import held_bytes, walk_tensors
-from kvfold.cache.rows import Allot, FoldedRows
-from kvfold.cache.saved import Contents
 from kvfold.cache.spans import DenseSpan
-from kvfold.cache.store import PageStore
+from kvfold.cache.store import GROWTH, PAGE_DIM, PageStore
+from kvfold.cache.tail import DenseTokens
 from kvfold.formats import FormatPair
+from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
 from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.arrays import DTYPES, copies_of, table, to_mlx, to_torch
@@ -30,50 +34,47 @@ ARRAY_DTYPES = {own: dtype for dtype, own in DTYPES.items()}
 
 
 class ArrayStore(PageStore):
-    """Pages of one stream, in arrays (batch, kv_heads, capacity, …) that grow ahead of need."""
+    """`PageStore` in arrays (batch, kv_heads, capacity, …); what is added is given as tensors."""
 
-    def append(self, pages: Pages) -> None:
-        """Add whole pages, given as tensors, after the last."""
-        added = pages.code.shape[2]
-        self._reserve(self.count + added, like=pages)
-        self.put(pages, self.count)
-        self.count += added
-
-    def merge(self, pages: Pages, first: int) -> None:
-        """As `PageStore.merge`, of tensors."""
-        if first < self.count:
-            held = as_tensors(self.pages(first, first + pages.code.shape[2]))
-            own = held.code.shape[2]
-
-            def joined(name: str, new: torch.Tensor) -> torch.Tensor:
-                old, part = getattr(held, name), new[:, :, :own]
-                both = part + old if part.is_floating_point() else part | old
-                return torch.cat((both, new[:, :, own:]), 2)
-
-            pages = pages.map_named(joined)
-            self.count = first
-        self.append(pages)
-
-    def put(self, pages: Pages, first: int) -> None:
-        """Write pages, given as tensors, into the places from `first` on."""
-        assert self.storage is not None
+    def with_pages(self, pages: Pages) -> "ArrayStore":
+        added = pages.code.shape[PAGE_DIM]
+        storage = self._reserved(self.count + added, like=pages)
         for name, tensor in pages.tensors():
-            getattr(self.storage, name)[:, :, first : first + tensor.shape[2]] = to_mlx(tensor)
+            getattr(storage, name)[:, :, self.count : self.count + added] = to_mlx(tensor)
+        return replace(self, count=self.count + added, storage=storage)
+
+    def with_tokens(self, pages: Pages, first: int) -> "ArrayStore":
+        if first == self.count:
+            return self.with_pages(pages)
+        held = as_tensors(self.pages(first, first + pages.code.shape[PAGE_DIM]))
+        own = held.code.shape[PAGE_DIM]
+
+        def joined(name: str, new: torch.Tensor) -> torch.Tensor:
+            old, part = getattr(held, name), new[:, :, :own]
+            both = part + old if part.is_floating_point() else part | old
+            return torch.cat((both, new[:, :, own:]), PAGE_DIM)
+
+        return replace(self, count=first).with_pages(pages.map_named(joined))
+
+    def without_slots(self, page: int, slot: int) -> "ArrayStore":
+        last = as_tensors(self.pages(page, page + 1))
+        self.form.clear(last, slot)
+        return replace(self, count=page).with_pages(last)
 
     def _copied(self, part: mx.array) -> mx.array:
         return mx.contiguous(part)
 
-    def _reserve(self, count: int, like: Pages) -> None:
-        if count <= self._capacity:
-            return
-        capacity = max(count, self._capacity + self._capacity // self.GROWTH)
+    def _reserved(self, count: int, like: Pages) -> Pages:
+        if self.storage is not None and count <= self._capacity:
+            return self.storage
+        capacity = max(count, self._capacity + self._capacity // GROWTH)
 
         def grown(name: str, template: torch.Tensor) -> mx.array:
             held = [] if self.storage is None else [getattr(self.storage, name)[:, :, : self.count]]
             room = (*template.shape[:2], capacity - (self.count if held else 0), *template.shape[3:])
-            return mx.concatenate([*held, mx.zeros(room, ARRAY_DTYPES[template.dtype])], 2)
+            return mx.concatenate([*held, mx.zeros(room, ARRAY_DTYPES[template.dtype])], PAGE_DIM)
 
-        self.storage = like.map_named(grown)
+        return like.map_named(grown)
 
 
 def as_tensors(pages: Pages) -> Pages:
@@ -81,10 +82,8 @@ def as_tensors(pages: Pages) -> Pages:
     return pages.map(to_torch)
 
 
-class ArrayRows(FoldedRows):
-    """`FoldedRows` in MLX arrays.
-
-    `sinks` and `tail` hold no more tokens than there are.
+class ArrayRows(HeldRows):
+    """`HeldRows` in MLX arrays: `dense` holds no more tokens than there are.
 
     Attributes
     ----------
@@ -93,27 +92,30 @@ class ArrayRows(FoldedRows):
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int, dtype: torch.dtype = torch.float16) -> None:
-        super().__init__(formats, kv_heads)
-        self.dtype = dtype
         if formats.shares_pages:
             raise ValueError("values that are a view of keys are not held in MLX arrays")
-        self.keys = ArrayStore(formats.keys.form, self.window.sinks)
-        self.values: ArrayStore = ArrayStore(formats.values.form, self.window.sinks)
+        sides, sinks = (formats.keys, formats.values), formats.window.sinks
+        super().__init__(formats, kv_heads, tuple(ArrayStore(side.form, sinks) for side in sides))
+        self.dtype = dtype
+        self._checked_sinks = False
 
     @classmethod
-    def of(cls, rows: FoldedRows, dtype: torch.dtype) -> "ArrayRows":
+    def of(cls, rows: HeldRows, dtype: torch.dtype) -> "ArrayRows":
         """A copy of rows of tensors."""
-        own = cls(rows.unfitted, rows.kv_heads, dtype)
-        own.set_formats(rows.formats)
-        own.length, own.tail_start = rows.length, rows.tail_start
-        sinks, tail = rows.sink_span(), rows.tail_span()
-        own.sinks = None if sinks is None else (to_mlx(sinks.key), to_mlx(sinks.value))
-        own.tail = None if tail is None else (to_mlx(tail.key), to_mlx(tail.value))
-        own.query_energy = None if rows.query_energy is None else to_mlx(rows.query_energy)
-        own.queries = None if rows.queries is None else to_mlx(rows.queries)
-        for store, held in zip(own.stores, rows.stores, strict=True):
-            if held.count:
-                store.append(held.pages())
+        own = cls(rows.fit.formats, rows.kv_heads, dtype)
+        sinks, tail = (
+            None if span is None else (to_mlx(span.key), to_mlx(span.value))
+            for span in (rows.sink_span(), rows.tail_span())
+        )
+        stores = own.read_as(rows.formats)
+        own._become(
+            formats=rows.formats, length=rows.length, fit=rows.fit.map(to_mlx),
+            dense=DenseTokens(rows.dense.tail_start, sinks, tail),
+            stores=tuple(
+                store.with_pages(held.pages()) if held.count else store
+                for store, held in zip(stores, rows.stores, strict=True)
+            ),
+        )  # fmt: skip
         return own
 
     def append(self, key: mx.array, value: mx.array) -> DenseSpan | None:
@@ -122,7 +124,7 @@ class ArrayRows(FoldedRows):
         Returns
         -------
         DenseSpan or None
-            As `FoldedRows.commit`, in arrays.
+            As `FoldedRows.append`, in arrays.
 
         Raises
         ------
@@ -130,110 +132,133 @@ class ArrayRows(FoldedRows):
             If what folds holds a NaN or an infinity, or a scale leaves float16's range.
         """
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
+        length, start, sinks = self.length + key.shape[2], self.length + into_sinks, self.dense.sinks
         if into_sinks:
-            self.sinks = _joined(self.sinks, key[:, :, :into_sinks], value[:, :, :into_sinks])
-        n = key.shape[2] - into_sinks
-        self.length += into_sinks
+            sinks = _joined(sinks, key[:, :, :into_sinks], value[:, :, :into_sinks])
         key, value = key[:, :, into_sinks:], value[:, :, into_sinks:]
-        if self.formats.folds_by_token:
-            if n:
-                slot = self.length - self.window.sinks
-                for store, pages in zip(self.stores, self._fold(self.formats, key, value, slot), strict=True):
-                    store.merge(pages, slot // self.page_size)
-                self.length += n
+        dense = replace(self.dense, sinks=sinks)
+        if self.schedule.by_token:
+            stores = self.stores
+            if key.shape[2]:
+                slot = start - self.window.sinks
+                pages = self._fold(self.formats, dense, key, value, slot)
+                first = slot // self.page_size
+                stores = tuple(store.with_tokens(new, first) for store, new in zip(stores, pages, strict=True))
+            self._become(stores=stores, dense=dense, length=length)
             return None
         unread = self.folded_stop
-        if n:
-            self.tail = _joined(self.tail, key, value)
-            self.length += n
-        tail = self.tail_span()
+        if key.shape[2]:
+            dense = replace(dense, tail=_joined(dense.tail, key, value))
+        tail = dense.tail_span(length)
         if tail is None:
-            return DenseSpan.of(key, value, self.length)  # of no token: all are sinks
-        if not self.formats.awaits_fit:
-            self._fold_into_stores(tail, self.formats)
-        self._drop_folded(tail)
+            self._become(dense=dense, length=length)
+            return DenseSpan.of(key, value, length)  # of no token: all are sinks
+        stores = self.stores if self.formats.awaits_fit else self._with_ripe_pages(dense, tail, self.formats)
+        self._become(stores=stores, dense=self._without_folded(dense, tail, stores[0].count), length=length)
         return tail.after(max(unread - tail.start, 0))
 
-    def _fold_into_stores(self, tail: DenseSpan, formats: FormatPair) -> None:
-        """Fold what is ripe of the tail."""
-        pages = self._fold_ripe(tail, formats)
-        self.set_formats(formats)
-        for store, folded in zip(self.stores, pages or (), strict=pages is not None):
-            store.append(folded)
+    def _with_ripe_pages(self, dense: DenseTokens, tail: DenseSpan, formats: FormatPair) -> tuple[PageStore, ...]:
+        """Stores with the pages of the tail that are ripe and not folded yet."""
+        stores, start = self.read_as(formats), self.folded_stop
+        ripe = self.schedule.ripe(tail.stop) - self.keys.count
+        if ripe <= 0:
+            return stores
+        own = slice(start - tail.start, start - tail.start + ripe * self.page_size)
+        key, value = tail.key[:, :, own], tail.value[:, :, own]
+        pages = self._fold(formats, dense, key, value, start - self.window.sinks)
+        return tuple(store.with_pages(folded) for store, folded in zip(stores, pages, strict=True))
 
-    def _drop_folded(self, tail: DenseSpan) -> None:
-        """Let go of what folded too long ago to be undone."""
-        self.tail_start = self._start_of_tail(self.length)
-        dropped = self.tail_start - tail.start
-        if dropped:
-            self.tail = (mx.contiguous(tail.key[:, :, dropped:]), mx.contiguous(tail.value[:, :, dropped:]))
+    def _without_folded(self, dense: DenseTokens, tail: DenseSpan, pages: int) -> DenseTokens:
+        """Dense tokens without what folded too long ago to be undone."""
+        start = max(self.schedule.tail_start(tail.stop, 0, pages), tail.start)
+        dropped = start - tail.start
+        if not dropped:
+            return dense
+        left = mx.contiguous(tail.key[:, :, dropped:]), mx.contiguous(tail.value[:, :, dropped:])
+        return replace(dense, tail=left, tail_start=start)
 
-    def _fold(self, formats: FormatPair, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
-        tensors = to_torch(key), to_torch(value)
-        first = self.window.sinks + slot
-        looked_at = [("tokens from", first, x) for x in tensors]
-        if self.sinks is not None and self._looked < 0:
-            looked_at += [("the first tokens, from", 0, to_torch(x)) for x in self.sinks]
-        for name, position, x in looked_at:
+    def _fold(self, formats: FormatPair, dense: DenseTokens, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
+        """Pages, as tensors, that hold tokens from slot `slot` of each stream on, and nothing elsewhere."""
+        tensors, first = (to_torch(key), to_torch(value)), self.window.sinks + slot
+        checked = [("tokens from", first, x) for x in tensors]
+        if dense.sinks is not None and not self._checked_sinks:
+            checked += [("the first tokens, from", 0, to_torch(x)) for x in dense.sinks]
+        for name, position, x in checked:
             if not finite(x):
                 raise ValueError(
                     f"{name} position {position} hold a NaN or an infinity: the model's own computation broke before "
                     f"the cache, or a number is too large for {x.dtype}; then pass dense_dtype=torch.float32"
                 )
-        self._looked = 0
-        return super()._fold(formats, *tensors, slot)
+        self._checked_sinks = True
+        pages = []
+        for fmt, x in zip((formats.keys, formats.values), tensors, strict=True):
+            pages.append(fmt.fold_from(x, slot % self.page_size, first))
+            require_finite(pages[-1])
+        return pages
 
     def observe(self, query: mx.array, n: int, allot: Allot | None = None) -> None:
         """As `FoldedRows.observe`; statistics are computed when the format is fitted."""
-        if self.tail is None or not self.awaits_queries:
+        if self.dense.tail is None or not self.awaits_queries:
             return
-        first = self.length - n
-        own = query[:, :, max(self.window.sinks - first, 0) : max(self.fit_tokens - first, 0)]
+        first, some = self.length - n, None
+        own = query[:, :, self.fit.counted(first)]
         shared = (own.shape[0], self.kv_heads, own.shape[1] // self.kv_heads, *own.shape[2:])
-        energy = mx.square(own.astype(mx.float32)).reshape(shared)
-        energy = energy.mean(2).astype(mx.bfloat16)
-        seen = energy if self.query_energy is None else mx.concatenate((self.query_energy, energy), 2)
-        if self.unfitted.awaits_bits:
-            some = query[:, :, looked_at(first, self.window.sinks, self.fit_tokens)].astype(mx.bfloat16)
-            self.queries = some if self.queries is None else mx.concatenate((self.queries, some), 2)
-        if self.length >= self.fit_tokens and self.formats.awaits_fit:
-            tail = self.tail_span()
-            assert tail is not None
-            energies, queries = to_torch(seen), None if self.queries is None else to_torch(self.queries)
-            if not energies.isfinite().all():
-                raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
-            key, value = (to_torch(x[:, :, : self.fit_tokens - tail.start]) for x in (tail.key, tail.value))
-            if self.sinks is not None:
-                key, value = (torch.cat((to_torch(s), x), 2) for s, x in zip(self.sinks, (key, value), strict=True))
-            self._fold_into_stores(tail, self._fitted(key, value, energies, queries, allot))
-            self._drop_folded(tail)
-        self.query_energy = seen
-        self._forget_queries()
+        energy = mx.square(own.astype(mx.float32)).reshape(shared).mean(2).astype(mx.bfloat16)
+        if self.fit.awaits_bits:
+            some = query[:, :, self.fit.looked_at(first)].astype(mx.bfloat16)
+        fit = self.fit.with_more(energy, some, mx.concatenate)
+        if self.length < self.schedule.fit_tokens or not self.formats.awaits_fit:
+            self._become(fit=fit.kept(self.length))
+            return
+        tail = self.tail_span()
+        assert tail is not None
+        energies, queries = to_torch(fit.energy), None if fit.queries is None else to_torch(fit.queries)
+        if not energies.isfinite().all():
+            raise ValueError("query holds a NaN or an infinity: attention over it means nothing")
+        key, value = (to_torch(x[:, :, : self.schedule.fit_tokens - tail.start]) for x in (tail.key, tail.value))
+        sinks = self.dense.sinks
+        if sinks is not None:
+            key, value = (torch.cat((to_torch(s), x), 2) for s, x in zip(sinks, (key, value), strict=True))
+        formats = fit.fitted(key, value, energies, queries, allot)
+        stores = self._with_ripe_pages(self.dense, tail, formats)
+        dense = self._without_folded(self.dense, tail, stores[0].count)
+        self._become(fit=fit.kept(self.length), formats=formats, stores=stores, dense=dense)
 
     def crop(self, length: int) -> int:
-        lost = super().crop(length)
-        for name, held in (("sinks", min(self.length, self.window.sinks)), ("tail", self.length - self.tail_start)):
-            if getattr(self, name) is not None:
-                own = tuple(mx.contiguous(x[:, :, :held]) for x in getattr(self, name))
-                setattr(self, name, own if held > 0 else None)
-        return lost
+        """Forget all but the first `length` tokens; returns what `FoldedRows.crop` does."""
+        if length >= self.length:
+            return 0
+        left = self.schedule.crop(length, 0, self.keys.count, self.dense.tail_start)
+        stores = tuple(store.first(left.pages) for store in self.stores)
+        page, part = divmod(max(length - self.window.sinks, 0), self.page_size)
+        if self.schedule.by_token and part:
+            stores = tuple(store.without_slots(page, part) for store in stores)
+        tail = self.dense.tail
+        if left.reopened:
+            page = (left.tail_start - self.window.sinks) // self.page_size
+            dense = [
+                store.form.unfold(as_tensors(store.pages(page, page + 1)))[:, :, : left.reopened]
+                for store in self.stores
+            ]
+            tail = tuple(to_mlx(x).astype(ARRAY_DTYPES[self.dtype]) for x in dense)
+        sinks = _first(self.dense.sinks, min(length, self.window.sinks))
+        tail = _first(tail, length - left.tail_start)
+        fit, formats = self.fit.cropped(length), self.formats
+        if self.fits_again(length):
+            formats = self.fit.formats
+            stores = self.read_as(formats, stores)
+        self._become(
+            stores=stores, dense=DenseTokens(left.tail_start, sinks, tail), fit=fit, formats=formats, length=length,
+            _checked_sinks=self._checked_sinks and length > self.window.sinks,
+        )  # fmt: skip
+        return left.lost
 
-    def _crop_tokens(self, kept: int) -> None:
-        whole, part = divmod(kept, self.page_size)
-        for store in self.stores:
-            store.truncate(-(-kept // self.page_size))
-            if part:
-                assert isinstance(store, ArrayStore)
-                last = as_tensors(store.pages(whole, whole + 1)).map(lambda t: t.clone())
-                store.form.clear(last, part)
-                store.put(last, whole)
 
-    def _reopen(self, page: int, tokens: int) -> None:
-        sides = []
-        for store in (self.keys, self.values):
-            dense = store.form.unfold(as_tensors(store.pages(page, page + 1)))[:, :, :tokens]
-            sides.append(to_mlx(dense).astype(ARRAY_DTYPES[self.dtype]))
-        self.tail = (sides[0], sides[1])
+def _first(held: tuple[mx.array, mx.array] | None, tokens: int) -> tuple[mx.array, mx.array] | None:
+    """The first of dense tokens alone."""
+    if held is None or tokens <= 0:
+        return None
+    return mx.contiguous(held[0][:, :, :tokens]), mx.contiguous(held[1][:, :, :tokens])
 
 
 def _joined(held: tuple[mx.array, mx.array] | None, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
@@ -242,11 +267,13 @@ def _joined(held: tuple[mx.array, mx.array] | None, key: mx.array, value: mx.arr
     return mx.concatenate((held[0], key), 2), mx.concatenate((held[1], value), 2)
 
 
-class ArrayLayer(LayerCache):
-    """`LayerCache` in MLX arrays, for batches without padding."""
+class ArrayLayer(HeldLayer):
+    """`HeldLayer` in MLX arrays, for batches without padding."""
+
+    groups: list[RowGroup[ArrayRows]]
 
     @classmethod
-    def of(cls, layer: LayerCache) -> "ArrayLayer":
+    def of(cls, layer: HeldLayer) -> "ArrayLayer":
         """A copy of a layer of tensors.
 
         Raises
@@ -257,23 +284,18 @@ class ArrayLayer(LayerCache):
         rows = [(group.batch_rows.tolist(), group.padding, group.rows.evicted) for group in layer.groups]
         if rows not in ([], [(list(range(layer.batch)), 0, 0)]):
             raise ValueError("the cache has padding, rows in another order or evicted tokens, as no MLX cache has")
-        if layer.values_of_keys or layer.sharpen:
+        if layer.config.values_of_keys or layer.config.sharpen:
             raise ValueError("the cache shares values with keys or sharpens scores, which MLX caches do not")
-        own = cls(layer.format, layer.index, layer.dense_dtype, layer.window, layer.statistics, layer.frequencies)
-        own.budgets = layer.budgets
+        own = cls(layer.config)
         own.columns, own._formats, own._like = layer.columns, layer._formats, layer._like
-        if layer.groups:
-            assert layer._like is not None
-            dtype = layer._like[0].dtype
-            own.groups = [RowGroup(g.batch_rows, 0, ArrayRows.of(g.rows, dtype)) for g in layer.groups]
+        if layer.dtype is not None:
+            own.groups = [RowGroup(g.batch_rows, 0, ArrayRows.of(g.rows, layer.dtype)) for g in layer.groups]
         return own
 
     @property
     def rows(self) -> ArrayRows:
         """All rows of the batch; there must be some."""
-        rows = self.groups[0].rows
-        assert isinstance(rows, ArrayRows)
-        return rows
+        return self.groups[0].rows
 
     def append(self, key: mx.array, value: mx.array, padding: Sequence[int] | None = None) -> Appended:
         """Add columns to every row, as `LayerCache.append`.
@@ -298,12 +320,9 @@ class ArrayLayer(LayerCache):
         key, value = (x.astype(ARRAY_DTYPES[dtype]) for x in (key, value))
         batch, kv_heads, n, key_dim = key.shape
         if self._like is None:
-            like = torch.empty(batch, kv_heads, 0, key_dim, dtype=dtype)
-            self._like = (like, like.new_empty(batch, kv_heads, 0, value.shape[-1]))
-        if self._formats is None:
-            self._formats = self._fitted(self.formats_of(key_dim, value.shape[-1]), self._like[0])
-        if not self.groups:
-            self.groups = [RowGroup(torch.arange(batch), 0, ArrayRows(self._formats, kv_heads, dtype))]
+            like = (torch.empty(batch, kv_heads, 0, dim, dtype=dtype) for dim in (key_dim, value.shape[-1]))
+            formats = self.begin(*like)
+            self.groups = [RowGroup(torch.arange(batch), 0, ArrayRows(formats, kv_heads, dtype))]
         try:
             dense = self.rows.append(key, value)
         except ValueError as error:
@@ -312,9 +331,7 @@ class ArrayLayer(LayerCache):
         return Appended(self, first_column, n, [dense])
 
     def _stored(self, x: mx.array) -> torch.dtype:
-        if self.dense_dtype is not None:
-            return self.dense_dtype
-        return DTYPES[x.dtype] if x.dtype.size == 2 else torch.float16
+        return self.config.stored_dtype(DTYPES[x.dtype])
 
     def _check_arrays(self, key: mx.array, value: mx.array) -> None:
         where = f"layer {self.index}"
@@ -348,8 +365,8 @@ class ArrayLayer(LayerCache):
             raise ValueError(f"layer {self.index}: {error}") from None
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """What `to_saved` tells, with arrays in the place of tensors; nothing is computed for it."""
-        saved = self.to_saved()
+        """What `layer_to_saved` tells, with arrays in the place of tensors; nothing is computed for it."""
+        saved = layer_to_saved(self)
         arrays = {name: x if isinstance(x, mx.array) else table(x) for name, x in saved.tensors.items()}
         return saved.data, arrays
 
@@ -357,7 +374,7 @@ class ArrayLayer(LayerCache):
     def from_arrays(cls, data: dict[str, Any], arrays: Mapping[str, mx.array], index: int) -> "ArrayLayer":
         """The layer that `to_arrays` told of; raises ValueError if its parts do not fit together."""
         tensors = {name: to_torch(array).clone() for name, array in arrays.items()}
-        return cls.of(LayerCache.from_saved(Contents(data, tensors), index))
+        return cls.of(layer_from_saved(Contents(data, tensors), index))
 
 
 def held_array_bytes(*objects: object) -> int:

@@ -46,6 +46,13 @@ class LayerShape:
         return self.kv_heads > 0 and self.key_dim > 0 and self.value_dim > 0
 
     @property
+    def folded_dims(self) -> tuple[int, int]:
+        """Coordinates of a key and of a value as they fold; a latent's key has both parts, its value is the first."""
+        if self.kind == "latent":
+            return self.key_dim + self.value_dim, self.key_dim
+        return self.key_dim, self.value_dim
+
+    @property
     def values_per_token(self) -> int:
         """Numbers a token."""
         return self.kv_heads * (self.key_dim + self.value_dim) + self.beside

@@ -1,8 +1,7 @@
 """Growing storage for folded pages."""
 
-import copy
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -11,21 +10,33 @@ from kvfold.formats.page import PageForm, Pages
 PAGE_DIM = 2
 """Pages of a cache have the shape (batch, kv_heads, N, …)."""
 
+GROWTH = 32
+"""Capacity grows by 1/32: what is reserved and unused stays below 3 % of a long sequence, and copies stay rare."""
 
+
+@dataclass(frozen=True, eq=False)
 class PageStore:
-    """Pages of one stream (the keys or the values of a layer) in storage that grows ahead of need.
+    """Pages of one stream (the keys or the values of a layer), in storage that is reserved ahead of need.
 
-    Capacity grows by 1/32, so that what is reserved and unused stays below 3 % once a sequence is
-    long, while copying stays amortised.
+    A store does not change; what is added makes another. Both may share storage, as pages are written behind those
+    that are held.
+
+    Attributes
+    ----------
+    form
+        How pages are read.
+    origin
+        Slot of the first token.
+    count
+        Pages held.
+    storage
+        They, and what is reserved; None before the first.
     """
 
-    GROWTH = 32
-
-    def __init__(self, form: PageForm, origin: int = 0) -> None:
-        self.form = form
-        self.origin = origin  # position of the first token
-        self.count = 0
-        self.storage: Pages | None = None  # capacity included
+    form: PageForm
+    origin: int = 0
+    count: int = 0
+    storage: Pages | None = None
 
     def pages(self, start: int = 0, stop: int | None = None) -> Pages:
         """A view of pages `start` to `stop`."""
@@ -40,56 +51,59 @@ class PageStore:
         """Whether pages have a centre or channel scales, so that a token's codes mean something in its page only."""
         return self.storage is not None and (self.storage.centre is not None or self.storage.channel_scale is not None)
 
-    def append(self, pages: Pages) -> None:
-        """Add whole pages after the last."""
+    def read_as(self, form: PageForm) -> Self:
+        """The same pages in another form."""
+        return replace(self, form=form)
+
+    def with_pages(self, pages: Pages) -> Self:
+        """With whole pages after the last."""
         added = pages.code.shape[PAGE_DIM]
-        self._reserve(self.count + added, like=pages)
-        for target, source in self._paired(pages, self.count):
+        storage = self._reserved(self.count + added, like=pages)
+        for target, source in _paired(storage, pages, self.count):
             target.copy_(source)
-        self.count += added
+        return replace(self, count=self.count + added, storage=storage)
 
-    def merge(self, pages: Pages, first: int) -> None:
-        """OR packed codes, and add scales, into pages from `first` on, adding pages at the end.
+    def with_tokens(self, pages: Pages, first: int) -> Self:
+        """With pages that are part full, from page `first` on, which may be part full here: free slots take tokens.
 
-        Slots that a page does not use are zero, so tokens can join a part-full page this way.
-        Only for formats that fold token by token: their pages have no metadata to combine.
+        The only change to a page that is held. Slots that are not used are zero on either side, so codes are joined by
+        OR, and scales are added. For formats that fold token by token: their pages have no metadata to combine.
         """
         added = first + pages.code.shape[PAGE_DIM] - self.count
+        grown = self
         if added > 0:
-            self.append(pages.map(lambda t: t.new_zeros(*t.shape[:PAGE_DIM], added, *t.shape[PAGE_DIM + 1 :])))
-        for target, source in self._paired(pages, first):
+            nothing = pages.map(lambda t: t.new_zeros(*t.shape[:PAGE_DIM], added, *t.shape[PAGE_DIM + 1 :]))
+            grown = self.with_pages(nothing)
+        assert grown.storage is not None
+        for target, source in _paired(grown.storage, pages, first):
             if target.is_floating_point():
                 target.add_(source)
             else:
                 target.bitwise_or_(source)
+        return grown
 
-    def sharing(self, copied: bool = False) -> "PageStore":
-        """A store of the same pages, or of copies of them, which changes without this one."""
-        other = copy.copy(self)
-        if copied and self.storage is not None:
-            other.storage = self.storage.map(lambda t: self._copied(t[:, :, : self.count]))
-        return other
+    def first(self, count: int) -> Self:
+        """The first `count` pages, in less storage once less than half of it is in use."""
+        if not count or self.storage is None:
+            return replace(self, count=count, storage=None)
+        wasteful = 2 * count < self._capacity
+        storage = self.storage.map(lambda t: self._copied(t[:, :, :count])) if wasteful else self.storage
+        return replace(self, count=count, storage=storage)
 
-    def truncate(self, count: int) -> None:
-        """Keep the first `count` pages; give the storage back once less than half of it is in use."""
-        self.count = count
-        if count == 0:
-            self.storage = None
-        elif self.storage is not None and 2 * count < self._capacity:
-            self.storage = self.storage.map(lambda t: self._copied(t[:, :, :count]))
+    def without_slots(self, page: int, slot: int) -> Self:
+        """With slots from `slot` on of a page, the last, as if nothing had been there; in place."""
+        self.form.clear(self.pages(page, page + 1), slot)
+        return self
 
-    def give_back(self, count: int) -> None:
-        """Keep the first `count` pages, and no more storage than growing up to there would have left."""
-        self.count = count
-        if count == 0:
-            self.storage = None
-        elif self.storage is not None and self._capacity > count + count // self.GROWTH:
-            self.storage = self.storage.map(lambda t: self._copied(t[:, :, :count]))
+    def holding(self, storage: Pages, count: int) -> Self:
+        """Other pages in the place of these, in storage for as many."""
+        return replace(self, count=count, storage=storage if count else None)
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows`, in that order, repeats allowed."""
-        if self.storage is not None:
-            self.storage = self.storage.map(lambda t: t.index_select(0, rows.to(t.device)))
+    def select(self, rows: Tensor) -> Self:
+        """The batch rows `rows`, in that order, repeats allowed."""
+        if self.storage is None:
+            return self
+        return replace(self, storage=self.storage.map(lambda t: t.index_select(0, rows.to(t.device))))
 
     def _copied(self, part: Any) -> Any:
         """A part of storage that does not keep the whole alive."""
@@ -99,10 +113,11 @@ class PageStore:
     def _capacity(self) -> int:
         return 0 if self.storage is None else self.storage.code.shape[PAGE_DIM]
 
-    def _reserve(self, count: int, like: Pages) -> None:
-        if count <= self._capacity:
-            return
-        capacity = max(count, self._capacity + self._capacity // self.GROWTH)
+    def _reserved(self, count: int, like: Pages) -> Pages:
+        """Storage for `count` pages, these among them."""
+        if self.storage is not None and count <= self._capacity:
+            return self.storage
+        capacity = max(count, self._capacity + self._capacity // GROWTH)
 
         def grown(name: str, template: Tensor) -> Tensor:
             shape = list(template.shape)
@@ -113,33 +128,11 @@ class PageStore:
                 storage.narrow(PAGE_DIM, 0, self.count).copy_(old)
             return storage
 
-        self.storage = like.map_named(grown)
-
-    def _paired(self, pages: Pages, first: int) -> list[tuple[Tensor, Tensor]]:
-        """Storage of pages from `first` on, beside the tensors to write there."""
-        assert self.storage is not None
-        stored = dict(self.storage.tensors())
-        n = pages.code.shape[PAGE_DIM]
-        return [(stored[name].narrow(PAGE_DIM, first, n), tensor) for name, tensor in pages.tensors()]
+        return like.map_named(grown)
 
 
-class StoreView:
-    """The pages of another stream, read in a form of one's own: values that are a view of keys."""
-
-    def __init__(self, store: PageStore, form: PageForm) -> None:
-        self.store = store
-        self.form = form
-
-    @property
-    def storage(self) -> Pages | None:
-        """Those of the other, capacity included."""
-        return self.store.storage
-
-    @property
-    def count(self) -> int:
-        """Pages held."""
-        return self.store.count
-
-    def pages(self, start: int = 0, stop: int | None = None) -> Pages:
-        """A view of pages `start` to `stop`."""
-        return self.store.pages(start, stop)
+def _paired(storage: Pages, pages: Pages, first: int) -> list[tuple[Tensor, Tensor]]:
+    """Storage of pages from `first` on, beside the tensors to write there."""
+    stored = dict(storage.tensors())
+    n = pages.code.shape[PAGE_DIM]
+    return [(stored[name].narrow(PAGE_DIM, first, n), tensor) for name, tensor in pages.tensors()]

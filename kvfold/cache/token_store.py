@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
 from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
@@ -37,9 +38,9 @@ class TokenStore:
             whole(name, number, 1, MOST_OF_A_MODEL)
         whole("head_dim", head_dim, 1)
         self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.layers = [LayerCache(format, index) for index in range(layers)]
+        self.layers = [LayerCache(LayerConfig(format, index)) for index in range(layers)]
         for layer in self.layers:
-            layer.formats_of(head_dim, head_dim)  # raises now if there are none
+            layer.config.formats_of(head_dim, head_dim)  # raises now if there are none
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Add a token, or several, to a layer.
@@ -98,7 +99,7 @@ class TokenStore:
     def report(self) -> CacheReport:
         """Bytes held, walked tensor by tensor, layer by layer."""
         rows = [
-            LayerReport(layer.index, layer.format, layer.columns, 0, layer.value_count, held_bytes(layer.own()))
+            LayerReport(layer.index, layer.config.format, layer.columns, 0, layer.value_count, held_bytes(layer.own()))
             for layer in self.layers
         ]
         return CacheReport(

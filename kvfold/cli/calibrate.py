@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
-from kvfold.cache.files import check_output
+from kvfold.cache.files.paths import check_output
 from kvfold.cache.policy import Policy
 from kvfold.cli.options import Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
 from kvfold.evaluate import split_passages

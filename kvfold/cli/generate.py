@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.cache.files import check_output
+from kvfold.cache.files.paths import check_output
 from kvfold.cache.report import CacheReport
 from kvfold.cli.options import (
     DENSE,
@@ -249,13 +249,15 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> Folde
     if any(row.evicted for row in loaded.report().layers):
         raise ValueError(f"cache = {str(path)!r} forgot some of its tokens: give another --cache")
     for kept, asked in zip(loaded.layers, fresh.layers, strict=True):
-        own, wanted = (layer.folded.format if isinstance(layer, FoldedLayer) else DENSE for layer in (kept, asked))
+        own, wanted = (
+            layer.folded.config.format if isinstance(layer, FoldedLayer) else DENSE for layer in (kept, asked)
+        )
         if own != wanted and not _same_formats(kept, asked):
             raise ValueError(
                 f"cache = {str(path)!r} is folded as {own}, and format = {wanted!r}: give that one's --format and "
                 "--calibration, or another --cache"
             )
-        if isinstance(kept, FoldedLayer) and not _alike(kept.folded.statistics, asked.folded.statistics):
+        if isinstance(kept, FoldedLayer) and not _alike(kept.folded.config.statistics, asked.folded.config.statistics):
             raise ValueError(
                 f"cache = {str(path)!r} was made with another --calibration, or without one: give the same again, or "
                 "another --cache"
@@ -290,7 +292,7 @@ def _same_formats(kept: CacheLayerMixin, asked: CacheLayerMixin) -> bool:
     """Whether names of one layer's formats mean the same."""
     if not isinstance(kept, FoldedLayer) or not isinstance(asked, FoldedLayer) or kept.folded.shape is None:
         return False
-    one, other = (layer.folded.formats_of(*kept.folded.shape[2:]) for layer in (kept, asked))
+    one, other = (layer.folded.config.formats_of(*kept.folded.shape[2:]) for layer in (kept, asked))
     return (one.keys, one.values) == (other.keys, other.values)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvfold.cache.files import check_output, replacing
+from kvfold.cache.files.paths import check_output, replacing
 from kvfold.evaluate.report import Results, render
 from kvfold.integrations.text import check_text
 

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cache.files import check_output
+from kvfold.cache.files.paths import check_output
 from kvfold.cli.options import (
     Json,
     Model,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.calibration import Calibration
-from kvfold.cache.files import check_output
+from kvfold.cache.files.paths import check_output
 from kvfold.cli.options import (
     CalibrationFile,
     Json,

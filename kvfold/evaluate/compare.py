@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from kvfold.attention import BACKENDS
-from kvfold.cache.store import PageStore, StoreView
+from kvfold.cache.store import PageStore
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.layer import FoldedLayer
@@ -229,7 +229,7 @@ def _first(output: Any) -> Tensor:
     return tensor
 
 
-def _scale(store: PageStore | StoreView) -> Tensor:
+def _scale(store: PageStore) -> Tensor:
     """Scales of a page's tokens, or else of its channels."""
     pages, transform = store.pages(), store.form.transform
     if pages.scale is not None:
@@ -254,7 +254,7 @@ class _Side(NamedTuple):
     bits: tuple[float, float]
 
 
-def _side(a: PageStore | StoreView, b: PageStore | StoreView) -> _Side:
+def _side(a: PageStore, b: PageStore) -> _Side:
     """Share of equal codes, mean relative difference of scales, and bits, each store read in its own form."""
     (codes_a, bits_a), (codes_b, bits_b) = _codes(a), _codes(b)
     scale_a, scale_b = (_scale(store).float().cpu() for store in (a, b))
@@ -267,7 +267,7 @@ def _side(a: PageStore | StoreView, b: PageStore | StoreView) -> _Side:
     )
 
 
-def _codes(store: PageStore | StoreView) -> tuple[Tensor, Tensor]:
+def _codes(store: PageStore) -> tuple[Tensor, Tensor]:
     """Codes of all pages, (…, pages, page size, channels) in the channels' own order, and how many bits each has."""
     pages, form = store.pages(), store.form
     if not form.bits:  # float16 numbers

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cache.files import AnyPath, check_output, replacing
+from kvfold.cache.files.paths import AnyPath, check_output, replacing
 from kvfold.evaluate.records import Row
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from kvfold.cache.files import check_input, check_output
+from kvfold.cache.files.paths import check_input, check_output
 
 logger = logging.getLogger("kvfold")
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cache.files import check_input
+from kvfold.cache.files.paths import check_input
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up
 from kvfold.evaluate.behaviour.needle import Needle

@@ -56,7 +56,7 @@ class Evictor:
             if not over:
                 continue
             for candidates in over:
-                candidates.rows.look()  # before anything goes
+                candidates.rows.check_finite()  # before anything goes
             chosen = [(each.rows, keep, each.rows.evicted) for each, keep in zip(over, policy.keep(over), strict=True)]
             try:
                 acted |= self._evict(chosen)

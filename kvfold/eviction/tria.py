@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvfold.cache.files import check_input, replacing
+from kvfold.cache.files.paths import check_input, replacing
 from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 
 MAGIC = 0x54524941

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pydoc_data.topics import topics
 
-from kvfold.cache.files import check_input
+from kvfold.cache.files.paths import check_input
 
 
 def standard_text() -> str:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.cache.paged import WINDOW
 from kvfold.cache.policy import Policy
+from kvfold.cache.pool.layout import WINDOW
 
 LIKELIEST = 20
 DISTURBANCES = 2

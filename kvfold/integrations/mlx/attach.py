@@ -11,7 +11,7 @@ from mlx import nn
 from mlx_lm.models import base
 
 from kvfold.attention.mlx import attend
-from kvfold.cache.layer import Appended
+from kvfold.cache.batch import Appended
 
 FUNCTION = "scaled_dot_product_attention"
 _THEIRS = getattr(base, FUNCTION)

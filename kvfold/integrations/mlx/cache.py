@@ -9,11 +9,12 @@ import mlx.core as mx
 import torch
 from mlx_lm.models import cache as theirs
 
-from kvfold.cache.budgets import budgeted, prompt_budgets
 from kvfold.cache.calibration import Calibration
+from kvfold.cache.config import layer_configs
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport
+from kvfold.cache.shape import LayerShape
 from kvfold.formats import DEFAULT
 from kvfold.integrations.mlx.attach import attach
 from kvfold.integrations.mlx.layer import FoldedKVCache
@@ -67,24 +68,14 @@ def make_prompt_cache(
             f"the calibration has a layer {max(calibration.layers)}, the model has {len(layers)} layers: calibrate "
             "this model"
         )
-    policy = budgeted(policy, calibration, len(layers))
-    names = {i: policy.format_of(i, len(layers)) for i, layer in enumerate(layers) if type(layer) is theirs.KVCache}
+    growing = [index for index, layer in enumerate(layers) if type(layer) is theirs.KVCache]
     attach(model)
-    shapes = planned_shapes(model, [index for index, name in names.items() if name is not None])
-    passes, budgets = Passes(), prompt_budgets(policy, calibration, len(layers), shapes)
-    for index, (_, _, key_dim, value_dim) in shapes.items():
-        name = names[index]
-        assert name is not None
-        folded = ArrayLayer(name, index, dense_dtype, policy.window)
-        if budgets is not None and index in budgets.formats:
-            folded.budgets = budgets
-        if calibration is not None:
-            folded.statistics = calibration.layers.get(index)
-            if folded.statistics is None:
-                raise ValueError(f"the calibration has no layer {index}: calibrate this model")
-        if folded.formats_of(key_dim, value_dim).keys.turns_back:
-            raise ValueError(f"format = {name!r} turns RoPE back, which kvfold does in torch only: take tbq3")
-        layers[index] = FoldedKVCache(folded, passes)
+    planned = planned_shapes(model, [i for i in growing if policy.format_of(i, len(layers)) is not None])
+    shapes = [LayerShape("full", *planned[i][1:]) if i in planned else LayerShape("none") for i in range(len(layers))]
+    configs = layer_configs(shapes, policy, calibration, dense_dtype=dense_dtype, frequencies=_frequencies)
+    passes = Passes()
+    for index, config in configs.items():
+        layers[index] = FoldedKVCache(ArrayLayer(config), passes)
     wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
     if wanted and not any(isinstance(layer, FoldedKVCache) for layer in layers):
         logger.warning(
@@ -93,6 +84,10 @@ def make_prompt_cache(
             ", ".join(sorted({type(layer).__name__ for layer in layers})),
         )
     return layers
+
+
+def _frequencies(index: int, format: str) -> None:
+    raise ValueError(f"format = {format!r} turns RoPE back, which kvfold does in torch only: take tbq3")
 
 
 def cache_report(cache: Sequence[Any]) -> CacheReport:

@@ -8,8 +8,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 
+from kvfold.cache.files.contents import Contents
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
-from kvfold.cache.saved import Contents
 from kvfold.integrations.mlx.attach import FoldedHandle, attach, require_attached
 from kvfold.integrations.mlx.passes import Passes
 

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from typing import Any
 from weakref import WeakValueDictionary
@@ -53,10 +54,10 @@ class Passes:
         if passes is None or layer.index in passes._layers:
             passes = _LOADED[name] = cls(name)
         passes.join(layer)
-        if layer.budgets is not None:
-            own, passes.budgets = layer.budgets, passes.budgets or layer.budgets
+        if layer.config.budgets is not None:
+            own, passes.budgets = layer.config.budgets, passes.budgets or layer.config.budgets
             passes.budgets.join(own.formats)
-            layer.budgets = passes.budgets
+            layer.config = replace(layer.config, budgets=passes.budgets)
         return passes
 
     def join(self, layer: ArrayLayer) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as theirs
 
-from kvfold.cache.layer import Appended
+from kvfold.cache.batch import Appended
+from kvfold.cache.config import LayerConfig
 from kvfold.cache.mlx import ArrayLayer
 from kvfold.formats.base import Window
 from kvfold.integrations.mlx.attach import FoldedHandle
@@ -56,7 +57,7 @@ def planned_shapes(model: Any, folding: Sequence[int]) -> dict[int, tuple[int, i
         return {}
     layers, passes = theirs.make_prompt_cache(model), Passes()
     for index in folding:
-        layers[index] = _Tried(ArrayLayer("float16", index, window=Window(sinks=sum(STEPS))), passes)
+        layers[index] = _Tried(ArrayLayer(LayerConfig("float16", index, window=Window(sinks=sum(STEPS)))), passes)
     try:
         for n in STEPS:
             model(mx.zeros((1, n), mx.int32), cache=layers)

@@ -74,7 +74,7 @@ def attention(
         ), None  # fmt: skip
     assert appended is not None
     assert isinstance(key, FoldedHandle)
-    latent = appended.layer.values_of_keys
+    latent = appended.layer.config.values_of_keys
     out = attend(
         to_latent(module, query) if latent else query,
         appended, scaling=scaling, mask=where_allowed(attention_mask), softcap=softcap, sink_logits=s_aux,

@@ -2,22 +2,22 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvfold.attention import attend
-from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
+from kvfold.cache.budgets import PromptBudgets
 from kvfold.cache.calibration import Calibration
+from kvfold.cache.config import layer_configs
+from kvfold.cache.files.contents import FLOATS, Contents, read, write
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
-from kvfold.cache.saved import FLOATS, Contents, read, write
 from kvfold.eviction import Eviction
 from kvfold.eviction.evictor import Evictor
 from kvfold.eviction.policy import MODES
@@ -26,10 +26,11 @@ from kvfold.formats.numbers import LARGEST, whole
 from kvfold.integrations.transformers.evicting import for_model
 from kvfold.integrations.transformers.handle import appended_of
 from kvfold.integrations.transformers.latent import LatentLayer
-from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass, calling_modules
+from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
 from kvfold.integrations.transformers.masks import where_allowed
 from kvfold.integrations.transformers.operator import await_attention, not_taken, number_of
 from kvfold.integrations.transformers.origin import Origin
+from kvfold.integrations.transformers.passes import Passes
 from kvfold.integrations.transformers.rope import rope_of
 from kvfold.integrations.transformers.saving import (
     KIND,
@@ -42,8 +43,7 @@ from kvfold.integrations.transformers.saving import (
     layer_to_saved,
 )
 from kvfold.integrations.transformers.shapes import cache_layers, layer_shapes
-from kvfold.integrations.transformers.undo import Undo, change_all, undo_of_change, undo_of_growth
-from kvfold.integrations.transformers.watch import WatchedPass
+from kvfold.integrations.transformers.undo import change_all, undo_of_change
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
@@ -128,22 +128,15 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.ids: Tensor | None = None
         layers = cache_layers(config)
         self._shapes = layer_shapes(config, layers)
-        policy = budgeted(policy, calibration, len(layers))
-        full = [i for i, shape in enumerate(self._shapes) if shape.kind == "full"]
-        budgets = prompt_budgets(policy, calibration, len(layers), full)
-        for i, shape in enumerate(self._shapes):
-            fmt = policy.format_of(i, len(layers))
-            if fmt is not None and shape.folds:
-                folded = LayerCache(fmt, i, dense_dtype, policy.window, sharpen=sharpen)
-                if budgets is not None and i in budgets.formats:
-                    folded.budgets = budgets
-                folded.statistics = None if calibration is None else calibration.layers.get(i)
-                self._check_formats(folded, calibration)
-                layers[i] = (
-                    FoldedLayer(folded, self.forward_pass)
-                    if shape.kind == "full"
-                    else LatentLayer(folded, self.forward_pass, rank=shape.key_dim, rope=shape.value_dim)
-                )
+        configs = layer_configs(
+            self._shapes, policy, calibration, dense_dtype=dense_dtype, sharpen=sharpen, frequencies=self._frequencies
+        )
+        for i, own in configs.items():
+            shape, folded = self._shapes[i], LayerCache(own)
+            if shape.kind == "latent":
+                layers[i] = LatentLayer(folded, self.forward_pass, rank=shape.key_dim, rope=shape.value_dim)
+            else:
+                layers[i] = FoldedLayer(folded, self.forward_pass)
         wanted = any(policy.format_of(i, len(layers)) is not None for i in range(len(layers)))
         if wanted and not any(isinstance(layer, FoldedLayer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
@@ -156,48 +149,27 @@ class FoldedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         if eviction is not None:
             self._evict_by(eviction)
-        self._before: list[Undo] | None = None
-        self._pass = WatchedPass()
+        self.passes = Passes(self.layers, self._shapes, self.forward_pass)
         self._columns = 0  # of all folded layers, when the pass began
         self.number: Tensor | None = None
         self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
 
-    def _last_touched(self) -> int | None:
-        """The last layer that each forward pass touches; None if there is none.
+    def _frequencies(self, index: int, format: str) -> tuple[float, ...]:
+        """RoPE's ω_f of a layer whose format turns keys back.
 
-        Some models leave layers of linear attention alone: they count once they hold something.
+        Raises
+        ------
+        ValueError
+            If they are not known.
         """
-
-        def is_touched(index: int, layer: Any) -> bool:
-            if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicLayer):
-                return any(isinstance(x, dict | list) and _holds_a_tensor(x) for x in vars(layer).values())
-            return self._shapes[index].kind != "none"
-
-        return max((i for i, layer in enumerate(self.layers) if is_touched(i, layer)), default=None)
-
-    def _check_formats(self, folded: LayerCache, calibration: Calibration | None) -> None:
-        """Raise now, and not at the first token, if a layer's formats do not fit the model; tell them its RoPE."""
-        shape = self._shapes[folded.index]
-        dims = shape.key_dim, shape.value_dim
-        if not shape.is_told:
-            return
-        if shape.kind == "latent":
-            folded.values_of_keys, dims = True, (sum(dims), dims[0])
-        formats = folded.formats_of(*dims)
-        if formats.keys.turns_back:
-            rope = rope_of(self.text_config, shape.key_dim) if shape.kind == "full" else None
-            folded.frequencies = None if rope is None else rope.frequencies
-            if folded.frequencies is None:
-                raise ValueError(
-                    f"format = {folded.format!r} turns RoPE back, but by which frequencies this "
-                    f"{self.text_config.model_type} turns keys is not told simply: take tbq3"
-                )
-            formats = folded.formats_of(*dims)
-        if calibration is not None and formats.keys.awaits_fit:
-            if folded.statistics is None:
-                raise ValueError(f"the calibration has no layer {folded.index}: calibrate this model")
-            if formats.keys.head_dim == folded.statistics.key_variance.shape[-1]:
-                formats.keys.fitted(folded.statistics)
+        shape = self._shapes[index]
+        rope = rope_of(self.text_config, shape.key_dim) if shape.kind == "full" else None
+        if rope is None:
+            raise ValueError(
+                f"format = {format!r} turns RoPE back, but by which frequencies this {self.text_config.model_type} "
+                "turns keys is not told simply: take tbq3"
+            )
+        return rope.frequencies
 
     def _folded(self) -> list[LayerCache]:
         return [layer.folded for layer in self.layers if isinstance(layer, FoldedLayer)]
@@ -235,87 +207,49 @@ class FoldedCache(Cache):  # type: ignore[misc]
             )
         if torch.compiler.is_dynamo_compiling() and self.forward_pass.reads_folded and self._fits_graphs:
             return await_attention(self, layer_idx, key_states, value_states)
-        watched = not self.forward_pass.reads_folded
-        if watched:
-            self._watch(layer_idx, "update")
-        try:
+        with self.passes.touching(layer_idx, "update"):
             layer = self.layers[layer_idx]
             if isinstance(layer, FoldedLayer):
                 if not layer.folded.columns:
                     self._check_shape(key_states, layer_idx)
-                read = layer.update(key_states, value_states, *args, **kwargs)
-            else:
-                read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-                if isinstance(layer, DynamicSlidingWindowLayer):
-                    read = _only_the_window(layer, read, key_states.shape[2])
-            if watched:
-                self._pass.touch(layer_idx, "update")
+                return layer.update(key_states, value_states, *args, **kwargs)
+            read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                return _only_the_window(layer, read, key_states.shape[2])
             return read
-        except BaseException:
-            self._roll_back()
-            raise
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As transformers' own, for a layer of linear attention; all layers forget the pass if it fails."""
-        with self._touching(layer_idx, ("updated conv", state_idx)):
+        with self.passes.touching(layer_idx, ("updated conv", state_idx)):
             return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """As `update_conv_state`."""
-        with self._touching(layer_idx, ("updated recurrent", state_idx)):
+        with self.passes.touching(layer_idx, ("updated recurrent", state_idx)):
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         """As `update_conv_state`, for a layer with sparse selection."""
-        with self._touching(layer_idx, "indexer"):
+        with self.passes.touching(layer_idx, "indexer"):
             return super().update_indexer(indexer_key_states, layer_idx, *args, **kwargs)
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """As transformers' own; models write to what it gives."""
-        self._touch(layer_idx, ("conv", *args, *kwargs.values()))
+        self.passes.touch(layer_idx, ("conv", *args, *kwargs.values()))
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """As `get_conv_state`."""
-        self._touch(layer_idx, ("recurrent", *args, *kwargs.values()))
+        self.passes.touch(layer_idx, ("recurrent", *args, *kwargs.values()))
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """As transformers' own; before 5.20 models ask it before they write to a layer's states."""
         if layer_idx is not None:
-            self._touch(layer_idx, ("asked", *args, *kwargs.values()))
+            self.passes.touch(layer_idx, ("asked", *args, *kwargs.values()))
         return super().has_previous_state(layer_idx, *args, **kwargs)
-
-    @contextmanager
-    def _touching(self, layer: int, what: object) -> Iterator[None]:
-        self._watch(layer, what)
-        try:
-            yield
-            self._pass.touch(layer, what)
-        except BaseException:
-            self._roll_back()
-            raise
-
-    def _touch(self, layer: int, what: object) -> None:
-        """Note that a model writes to a layer by itself."""
-        self._watch(layer, what)
-        self._pass.touch(layer, what)
-
-    @outside_graphs
-    def _watch(self, layer: int, what: object) -> None:
-        """See whether a pass of a model that is not attached begins with what it does to a layer."""
-        if self.forward_pass.reads_folded:
-            return
-        if self._before is None or not self._pass.goes_on(layer, what):
-            self._forget_unended_pass()
-            self._begin_changes()
-            self._pass.begin(self._last_touched())
-
-    def _begin_changes(self) -> None:
-        """Remember what all layers hold, for `_roll_back`."""
-        self._before = [undo_of_growth(layer) for layer in self.layers]
 
     def append_and_attend(
         self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
@@ -353,7 +287,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 f"this cache was made for a {mine.model_type} config with {mine.num_hidden_layers} layers, the model "
                 f"is a {theirs.model_type} with {theirs.num_hidden_layers}: make one with FoldedCache(model.config)"
             )
-        self._forget_unended_pass()
+        self.passes.forget_unended()
         if not self.origin.is_model(decoder):
             if not held_by_layer(self.layers, self.text_config):
                 self.origin = Origin()
@@ -361,7 +295,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if self.number is None and self.folds:
             self.number = number_of(self)
         self.forward_pass.reads_folded, self.forward_pass.backend = True, backend
-        self._begin_changes()
+        self.passes.begin()
         self._columns = sum(layer.columns for layer in self._folded())
         self.take_padding(attention_mask)
 
@@ -376,12 +310,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
         left, self.forward_pass.awaited = self.forward_pass.awaited, None
         begun = self.forward_pass.reads_folded
         if begun and (broken or left is not None):
-            self._roll_back()
+            self.passes.roll_back()
         elif begun:
             self._wait_no_longer()
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self.forward_pass.unread.clear()
-        self._before = None
+        self.passes.end()
         if left is not None and not broken:
             raise not_taken(left)
         if begun and not broken and self.folds and self._columns == sum(layer.columns for layer in self._folded()):
@@ -404,28 +338,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 "channels count as read alike"
             )
 
-    def _forget_unended_pass(self) -> None:
-        """Take back a pass of a model that is not attached, if it has not ended: nobody tells when it does.
-
-        Raises
-        ------
-        RuntimeError
-            If it had not: the model has asked already how long this cache is.
-        """
-        if self._is_under_way():
-            self._roll_back()
-            raise RuntimeError(
-                "the last forward pass over this cache did not get to its last layer: its tokens are forgotten now, in "
-                "all layers; call the model again"
-            )
-        self._before = None
-
-    def _is_under_way(self) -> bool:
-        """Whether a forward pass has begun that has not ended."""
-        if self.forward_pass.reads_folded:
-            return True
-        return self._before is not None and not self._pass.has_ended
-
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
 
@@ -435,7 +347,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             If the policy does not fit the model, or it goes by queries and this cache kept none: make the cache with an
             `eviction` of that kind.
         """
-        self._end_unended_pass("made to forget tokens")
+        self.passes.end_unended("made to forget tokens")
         own = None if self.evictor is None else self.evictor.policy
         kept = 0 if own is None else own.asks_queries
         if policy.asks_queries > kept:
@@ -470,7 +382,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         # generation passes a tensor before transformers 5.20
         number = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
         given = whole("tokens_to_remove", number, least=-LARGEST)
-        self._end_unended_pass("cropped")
+        self.passes.end_unended("cropped")
         columns = self.get_seq_length()
         remove = min(columns - given if given > 0 else -given, columns)
         if remove < 0:
@@ -510,7 +422,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         whole("repeats", repeats, least=1)
-        self._end_unended_pass("repeated")
+        self.passes.end_unended("repeated")
         self._check_layers_have("batch_repeat_interleave")
         change_all(self.layers, lambda layer: layer.batch_repeat_interleave(repeats))
 
@@ -540,7 +452,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def _rows_of(self, indices: Tensor, name: str, least: int) -> Tensor:
         """Numbers of rows, from 0 on, that somebody selects."""
-        self._end_unended_pass("rearranged")
+        self.passes.end_unended("rearranged")
         indices, batch = torch.as_tensor(indices), self._batch()
         if indices.dtype == torch.bool and tuple(indices.shape) == (batch,):
             return indices.nonzero().flatten()
@@ -550,11 +462,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if batch and any(not least <= row < batch for row in indices.tolist()):
             raise IndexError(f"{name} = {indices.tolist()}: the cache holds rows {least} to {batch - 1}")
         return indices.long() % max(batch, 1)
-
-    def _roll_back(self) -> None:
-        for undo in self._before or ():
-            undo()
-        self._before, self._pass = None, WatchedPass()
 
     @property
     def folds(self) -> bool:
@@ -599,44 +506,22 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token."""
-        self._end_unended_pass("reset")
+        self.passes.end_unended("reset")
         super().reset()
-        self._before = None
+        self.passes.end()
         self.forward_pass.padding = None
         if self.evictor is not None:
             self.evictor.clear()
         self.origin, self.ids, self.number = Origin(), None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What undoes a pass is bound to the layers of this cache.
-        self._check_between_passes("copied")
-        return {**vars(self), "_before": None, "_pass": WatchedPass()}
+        self.passes.check_between("copied")
+        return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.number is not None:  # a number of its own
             self.number = number_of(self)
-
-    def _check_between_passes(self, done: str) -> None:
-        if self._is_under_way():
-            raise ValueError(
-                "a forward pass over this cache is under way, or was interrupted: a cache is "
-                f"{done} whole, between forward passes"
-            )
-
-    def _end_unended_pass(self, done: str) -> None:
-        """Take back a pass that was interrupted, so that layers change together.
-
-        Raises
-        ------
-        ValueError
-            If it is under way.
-        """
-        if not self._is_under_way():
-            return
-        if self.forward_pass.reads_folded or next(calling_modules(), None) is not None:
-            self._check_between_passes(done)
-        self._roll_back()
 
     # Into a file and back
 
@@ -662,7 +547,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         OSError
             If the file cannot be written.
         """
-        self._check_between_passes("saved")
+        self.passes.check_between("saved")
         held = batch_and_tokens(self.layers, self.text_config)
         saved = Contents({"config": config_to_saved(self.text_config), "layers": len(self.layers)})
         saved.data["padding"] = None if self.forward_pass.padding is None else list(self.forward_pass.padding)
@@ -754,10 +639,10 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def _share_budgets(self) -> None:
         """Let those layers from a file that get bits by the prompt do so together."""
-        own = [layer for layer in self._folded() if layer.budgets is not None]
-        budgets = PromptBudgets({layer.index: layer.format for layer in own})
+        own = [layer for layer in self._folded() if layer.config.budgets is not None]
+        budgets = PromptBudgets({layer.index: layer.config.format for layer in own})
         for layer in own:
-            layer.budgets = budgets
+            layer.config = replace(layer.config, budgets=budgets)
 
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
@@ -788,10 +673,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
             held_bytes=self.held_bytes(),
             values=sum(row.values for row in rows),
         )
-
-
-def _holds_a_tensor(states: dict[Any, Any] | list[Any]) -> bool:
-    return any(isinstance(x, Tensor) for x in (states.values() if isinstance(states, dict) else states))
 
 
 def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tensor], new: int) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold.cache.batch import Appended
 from kvfold.cache.calibration import PAGE_SIZE, SHORTEST, Calibration, Observed
-from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.layer import LayerCache
 from kvfold.eviction import QueryStatistics
 from kvfold.formats.numbers import whole
 from kvfold.integrations.transformers.attach import attach
@@ -25,7 +27,7 @@ class ObservedLayer(LayerCache):
     """A layer that folds nothing away (float16) and shows its queries and keys."""
 
     def __init__(self, index: int, see: See) -> None:
-        super().__init__("float16", index)
+        super().__init__(LayerConfig("float16", index))
         self.see = see
         self._key: Tensor | None = None
 

@@ -21,16 +21,17 @@ def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[Layer
         If the policy or its statistics do not fit the model or its formats.
     """
     for layer in layers:
-        if "tbqx3" in layer.format.split(":"):
+        if "tbqx3" in layer.config.format.split(":"):
             raise ValueError(
-                f"format = {layer.format!r} turns keys to their places by their order, which eviction mixes: take amx3"
+                f"format = {layer.config.format!r} turns keys to their places by their order, which eviction mixes: "
+                "take amx3"
             )
     if policy.asks_queries and getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(
             f"a {config.model_type} has latent attention, whose queries {type(policy).__name__} does not read: take "
             "StreamingLLM"
         )
-    formats = sorted({layer.format for layer in layers})
+    formats = sorted({layer.config.format for layer in layers})
     if policy.mode != "per_layer_per_head" and len(formats) > 1:
         raise ValueError(
             f"mode = {policy.mode!r} lets all layers keep the same tokens, but they fold into {', '.join(formats)}: "

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kvfold.cache.layer import Appended
+from kvfold.cache.batch import Appended
+from kvfold.cache.layer import LayerCache
 
 
 class FoldedHandle(Tensor):
@@ -43,10 +44,11 @@ class FoldedHandle(Tensor):
             "every step: answers are right, but it takes time and a dense copy of one layer"
         )
         layer = self.appended.layer
-        if layer.sharpen:
+        assert isinstance(layer, LayerCache)
+        if layer.config.sharpen:
             raise ValueError("sharpen = True, but this model computes with keys before its attention function")
         key, value = layer.unfold(self.dtype)
-        if layer.values_of_keys:  # then it stands for the latent or the rotary part of keys
+        if layer.config.values_of_keys:  # then it stands for the latent or the rotary part of keys
             key, value = value, key[..., value.shape[-1] :]
         return (key, value)[self.part]
 

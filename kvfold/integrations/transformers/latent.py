@@ -7,6 +7,7 @@ that are the latent again.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ class LatentLayer(FoldedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         parts = key_states.shape[1], key_states.shape[-1], value_states.shape[-1]
-        self.folded.values_of_keys = parts == (1, self.rank, self.rope)
+        if not self.folded.columns:
+            config = self.folded.config
+            self.folded.config = replace(config, values_of_keys=parts == (1, self.rank, self.rope))
         return super().update(key_states, value_states, *args, **kwargs)
 
     def as_stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.folded.values_of_keys:
+        if not self.folded.config.values_of_keys:
             return key_states, value_states
         return torch.cat((key_states, value_states), -1), key_states
 

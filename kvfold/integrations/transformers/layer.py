@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.cache.layer import Appended, LayerCache
+from kvfold.cache.batch import Appended
+from kvfold.cache.layer import LayerCache
 from kvfold.integrations.transformers.handle import FoldedHandle
 from kvfold.kernels.graphs import outside_graphs
 
@@ -94,7 +95,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.forward_pass.unread = [new for new in self.forward_pass.unread if new.awaits_queries] + [appended]
             how = self.forward_pass.warn_once, self.forward_pass.backend
             return FoldedHandle(appended, key_states, 0, *how), FoldedHandle(appended, value_states, 1, *how)
-        if self.folded.sharpen:
+        if self.folded.config.sharpen:
             raise ValueError("sharpen = True, but this model does not read folded caches: kvfold.attach(model) first")
         if not self.forward_pass.warned and any(GUARDED in vars(caller) for caller in calling_modules()):
             raise RuntimeError(
@@ -111,7 +112,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.folded.observe(None, self.folded.append(key, value, self.forward_pass.padding))
         if past is None:
             return key_states, value_states
-        if self.folded.values_of_keys:
+        if self.folded.config.values_of_keys:
             past = past[1], past[0][..., past[1].shape[-1] :]
         return torch.cat((past[0], key_states), dim=2), torch.cat((past[1], value_states), dim=2)
 

@@ -1,21 +1,34 @@
 """Appending to a folded layer and reading it, as one operator: graphs can hold that, and no cache that grows."""
 
-from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvfold.integrations.transformers.cache import FoldedCache
+from kvfold.integrations.transformers.layer import ForwardPass
+
+
+class NumberedCache(Protocol):
+    """A cache that graphs know by a number: what the operator asks of `FoldedCache`."""
+
+    forward_pass: ForwardPass
+    layers: list[Any]
+    number: Tensor | None
+
+    def append_and_attend(
+        self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Append a layer's new tokens and attend with their queries."""
+
 
 _NUMBERS = count()
-_CACHES: WeakValueDictionary[int, "FoldedCache"] = WeakValueDictionary()
+_CACHES: WeakValueDictionary[int, NumberedCache] = WeakValueDictionary()
 
 
-def number_of(cache: "FoldedCache") -> Tensor:
+def number_of(cache: NumberedCache) -> Tensor:
     """A new number for a cache, int64 (1,), by which graphs name it: in a tensor it is no constant of theirs."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
@@ -26,13 +39,13 @@ def number_of(cache: "FoldedCache") -> Tensor:
 class Awaited(NamedTuple):
     """On what stands in a graph for keys (`part` 0) or values (1) of a layer: the new ones, which attention appends."""
 
-    cache: "FoldedCache"
+    cache: NumberedCache
     layer: int
     part: int
     new: Tensor
 
 
-def await_attention(cache: "FoldedCache", layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def await_attention(cache: NumberedCache, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """What stands in a graph for all keys and values of a layer, of which `key` and `value` are the new ones.
 
     Both have their shape and no elements (they are on "meta"), so whoever computes with them fails. Attention must take
@@ -99,8 +112,7 @@ def append_and_attend(
     Tensor
         (batch, n, heads, value_dim).
     """
-    read: Callable[..., Tensor] = _CACHES[int(cache)].append_and_attend
-    return read(
+    return _CACHES[int(cache)].append_and_attend(
         layer, query, key, value, mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, backend=backend
     )
 

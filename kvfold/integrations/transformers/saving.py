@@ -7,8 +7,9 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvfold.cache.layer import LayerCache
-from kvfold.cache.saved import FLOATS, Contents
+from kvfold.cache.files.contents import FLOATS, Contents
+from kvfold.cache.files.layer import layer_from_saved as folded_from_saved
+from kvfold.cache.files.layer import layer_to_saved as folded_to_saved
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 KIND = "kvfold-cache"
@@ -86,7 +87,7 @@ def layer_to_saved(layer: Any, index: int) -> Contents:
     """
     kind = type(layer)
     if isinstance(layer, FoldedLayer):
-        saved = layer.folded.to_saved()
+        saved = folded_to_saved(layer.folded)
     elif kind in (DynamicLayer, DynamicSlidingWindowLayer):
         held = layer.is_initialized and layer.get_seq_length() > 0
         saved = Contents({"held": held}, {"keys": layer.keys, "values": layer.values} if held else {})
@@ -116,7 +117,7 @@ def layer_from_saved(layer: Any, saved: Contents, index: int) -> None:
     if name != type(layer).__name__:
         raise ValueError(f"layer {index} was a {name[:80]}, by this config it is a {type(layer).__name__}")
     if isinstance(layer, FoldedLayer):
-        layer.folded = LayerCache.from_saved(saved, index)
+        layer.folded = folded_from_saved(saved, index)
     elif isinstance(layer, DynamicLayer):
         _fill_dense(layer, saved)
     saved.done()

@@ -34,9 +34,10 @@ def undo_of_growth(layer: Any) -> Undo:
 
 def undo_of_change(layer: Any) -> Undo:
     """A function that takes a layer back to what it holds now, after `crop`, or rows were selected."""
-    owner = layer.folded if isinstance(layer, FoldedLayer) else layer
-    attributes = {name: _copied(x) for name, x in vars(owner).items()}
-    return lambda: vars(owner).update(attributes)
+    if isinstance(layer, FoldedLayer):
+        return undo_of_growth(layer)
+    attributes = {name: _copied(x) for name, x in vars(layer).items()}
+    return lambda: vars(layer).update(attributes)
 
 
 def _copied(value: Any) -> Any:

@@ -12,9 +12,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvfold.attention.dense import attend_dense
-from kvfold.attention.paged import PagedAttention
+from kvfold.attention.pool import PagedAttention
 from kvfold.cache.calibration import Observed
-from kvfold.cache.paged import PagedLayer, PageLayout, PagePool, Slots, Step, plan
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.layout import PageLayout, PagePool
+from kvfold.cache.pool.plan import Slots, Step, plan
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.integrations.vllm.options import Options
 

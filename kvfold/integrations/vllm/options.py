@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvfold.cache.paged import PageLayout, why_not_paged
+from kvfold.cache.pool.layout import PageLayout, why_not_paged
 from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 
 KEY = "kvfold"

@@ -1,4 +1,4 @@
-// Dense numbers into storage of a cache: kvfold/kernels/copy.py.
+// Dense numbers into storage of a cache: kvfold/kernels/cpu/copy.py.
 #pragma once
 
 #include "attend.h"

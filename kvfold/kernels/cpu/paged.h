@@ -1,5 +1,5 @@
 // Attention of many sequences at once, each with its pages anywhere in a pool and its unfinished page dense in a slot of a
-// side buffer: what an engine that schedules requests asks for. kvfold/attention/paged.py says what a query reads.
+// side buffer: what an engine that schedules requests asks for. kvfold/attention/pool.py says what a query reads.
 #pragma once
 
 #include <algorithm>

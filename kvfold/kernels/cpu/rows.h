@@ -1,4 +1,4 @@
-// Attention over batch rows of one length, as kvfold/attention/cpu.py asks for it.
+// Attention over batch rows of one length, as kvfold/attention/cpu/rows.py asks for it.
 #pragma once
 
 #include <algorithm>

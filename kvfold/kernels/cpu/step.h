@@ -1,4 +1,4 @@
-// Single tokens: into pages, as kvfold/kernels/tokens.py folds them, or into rows that attention reads right after.
+// Single tokens: into pages, as kvfold/kernels/cpu/tokens.py folds them, or into rows that attention reads right after.
 #pragma once
 
 #include "rows.h"

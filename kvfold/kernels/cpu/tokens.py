@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.cpu import module as cpu
+from kvfold.kernels.cpu.rotations import rotation
 from kvfold.kernels.ops import DTYPES, INSTRUCTION_SET
-from kvfold.kernels.rotations import rotation
 from kvfold.quant.packing import Lanes
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.cache.files import check_input, replacing_path
+from kvfold.cache.files.paths import check_input, replacing_path
 from kvfold.formats.numbers import LARGEST
 
 T = TypeVar("T")
@@ -32,6 +32,12 @@ FLOATS = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 """Floating-point dtypes by torch's names."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, as in `FLOATS`."""
+    return str(dtype).removeprefix("torch.")
+
 
 _UNKNOWN = "0" * 64
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')  # no part of a string: in JSON, quotes there are escaped

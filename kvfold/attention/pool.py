@@ -1,0 +1,80 @@
+"""Attention of an engine's step over pages in its pool.
+
+A query at position t reads the pages before page t // P folded, and the tokens of its own page up to t dense: those
+that were there before from the tails, the others from the step itself (`kvfold.cache.pool`).
+"""
+
+from torch import Tensor
+
+from kvfold.attention.backend import backend_of
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.plan import Step
+
+
+class PagedAttention:
+    """Attention of one layer over its pool.
+
+    Parameters
+    ----------
+    layer
+        Pool, tails and formats.
+    heads
+        Query heads, a multiple of the pool's KV heads.
+    scaling, softcap, sink_logits
+        As for `kvfold.attention.attend`.
+    backend
+        One of `kvfold.attention.BACKENDS`; None for the kernel of the layer's device.
+    """
+
+    def __init__(
+        self,
+        layer: PagedLayer,
+        heads: int,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+        backend: str | None = None,
+    ) -> None:
+        if heads % layer.pool.kv_heads:
+            raise ValueError(f"heads = {heads}: give a multiple of the pool's {layer.pool.kv_heads} KV heads")
+        self.layer, self.heads = layer, heads
+        self.scaling, self.softcap = scaling, softcap
+        self.sink_logits = None if sink_logits is None else sink_logits.detach().float().contiguous()
+        self._run = backend_of(backend or ("cpu" if layer.pool.pages.device.type == "cpu" else "triton"))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
+        """Fold what the step completes, attend, and keep what it leaves of unfinished pages.
+
+        Parameters
+        ----------
+        query
+            New tokens of all sequences, (tokens, heads, key_dim), in the tails' dtype like keys and values.
+        key, value
+            (tokens, kv_heads, dim).
+        step
+            `kvfold.cache.pool.plan.plan` of them.
+
+        Returns
+        -------
+        Tensor
+            (tokens, heads, value_dim), float32.
+
+        Raises
+        ------
+        ValueError
+            On another shape or dtype. Also, unless the backend is "triton", if a key or value of a page that becomes
+            full is NaN or infinite, and by "cpu" if a query is. Otherwise attention over it gives NaN.
+        """
+        layer = self.layer
+        kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim
+        expected = ((self.heads, layer.formats.keys.head_dim), (kv_heads, layer.formats.keys.head_dim), (kv_heads, dim))
+        for name, x, shape in zip(("query", "key", "value"), (query, key, value), expected, strict=True):
+            if x.shape != (step.tokens, *shape) or x.dtype != layer.tail_keys.dtype:
+                raise ValueError(
+                    f"{name} is {x.dtype} of the shape {tuple(x.shape)}: give {layer.tail_keys.dtype} of "
+                    f"{(step.tokens, *shape)}"
+                )
+        return self._run.attend_pool(
+            query, key, value, layer, step, scaling=self.scaling, softcap=self.softcap, sink_logits=self.sink_logits
+        )

@@ -1,0 +1,185 @@
+"""What the kernels are told of sequences, and how they are launched."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.triton.sides import Side
+from kvfold.quant.packing import TILE
+
+QUERIES = 2_048
+"""Most new tokens of all sequences that are attended at a time: their float32 states take memory."""
+NO_MASK: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
+WAVES = 4
+"""Programs for each multiprocessor that a short list of rows is split into."""
+MULTIPROCESSORS_OF_A_CPU = 2
+"""As many as the interpreter is said to have, so that contexts are split there too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sequences whose new tokens are in one list.
+
+    Attributes
+    ----------
+    first, count, pages
+        int32, of each sequence: its first new token, how many it has, and pages.
+    stop
+        How many folded tokens each new token reads: int32, (tokens).
+    most, most_pages
+        The most new tokens, and pages, of a sequence.
+    """
+
+    first: Tensor
+    count: Tensor
+    pages: Tensor
+    stop: Tensor
+    most: int
+    most_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Which dense tokens each sequence reads, all int32.
+
+    Attributes
+    ----------
+    place, held, position
+        Of each sequence: where its tokens begin, in steps of the tensor; how many they are; position of the first.
+    start, stop
+        Positions that bound what each new token reads: (tokens).
+    """
+
+    place: Tensor
+    held: Tensor
+    position: Tensor
+    start: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """Dense tokens; strides are in elements, from place to place, head to head and token to token."""
+
+    span: Span
+    key: Tensor
+    value: Tensor
+    key_strides: Sequence[int]
+    value_strides: Sequence[int]
+
+
+class Ints:
+    """Whole numbers that go to the device together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._numbers = device, list[int]()
+
+    def add(self, numbers: Iterable[int]) -> slice:
+        self._numbers += [0] * (-len(self._numbers) % 4)  # kernels are compiled anew for addresses of other alignment
+        start = len(self._numbers)
+        self._numbers.extend(numbers)
+        return slice(start, len(self._numbers))
+
+    def send(self) -> None:
+        self._sent = _sent(tuple(self._numbers), self.device)
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._sent[part]
+
+
+@lru_cache(maxsize=8)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once for all layers that are equally long: each copy would wait for the GPU."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def by_token(q: Tensor) -> Tensor:
+    """(batch, kv_heads, repeat, n, dim) → (batch · n, heads, dim)."""
+    return q.permute(0, 3, 1, 2, 4).reshape(q.shape[0] * q.shape[3], -1, q.shape[4]).contiguous()
+
+
+def launch(
+    query: Tensor, rotated_query: Tensor, of: Sequences, sides: tuple[Side, Side] | None,
+    units: tuple[Tensor | None, int], spans: Sequence[Dense], *,
+    kv_heads: int, value_dim: int, code_dim: int, softcap: float | None, sink_logits: Tensor | None,
+    mask: dict[str, Any], position: int, exact: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What pages give, (tokens, heads, code_dim), and what dense tokens give, (tokens, heads, value_dim).
+
+    `query` and `rotated_query`: q and q̃, scaled, float32, (tokens, heads, ·).
+    """
+    from triton import next_power_of_2
+
+    from kvfold.kernels.triton import attend
+
+    tokens, heads, key_dim = query.shape
+    sequences, repeat, rows = len(of.first), heads // kv_heads, tokens * heads
+    widest = next_power_of_2(max(key_dim, value_dim, code_dim))
+    block_rows = min(max(next_power_of_2(repeat * of.most), 16), max(8192 // widest, 16), 64)
+    row_blocks = -(-repeat * of.most // block_rows)
+    splits = 0 if sides is None else _splits(row_blocks * sequences * kv_heads, of.most_pages, query.device)
+    parts = splits + len(spans)
+    maxima, totals = (query.new_empty(parts, rows) for _ in range(2))
+    rotated = query.new_empty(max(splits, 1), rows, code_dim)
+    plain = query.new_empty(max(len(spans), 1), rows, value_dim)
+    common: dict[str, Any] = {
+        "first": of.first, "count": of.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
+        "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "EXACT": exact,
+        "num_warps": 4 if block_rows == TILE else 8, "num_stages": 1,  # by benchmarks/compile_kernels.py
+    }  # fmt: skip
+    if sides is not None:
+        keys, values = sides
+        k, v = (max(next_power_of_2(side.shape.code_dim), TILE) for side in sides)
+        wide = exact or keys.shape.groups > 1 or values.shape.groups > 1  # numbers in float32
+        block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
+        attend.attend_pages[row_blocks, sequences * kv_heads, splits](
+            rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
+            position=position, **mask,
+            **keys.arguments("k", without="bits"), **values.arguments("v", without="plain"), TOKENS=tokens,
+            KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
+            PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), **common,
+        )  # fmt: skip
+    k, v = (max(next_power_of_2(dim), TILE) for dim in (key_dim, value_dim))
+    for i, dense in enumerate(spans):
+        span = dense.span
+        attend.attend_dense[row_blocks, sequences * kv_heads](
+            query, maxima[splits + i], totals[splits + i], plain[i], place=span.place, held=span.held,
+            position=span.position, start=span.start, stop=span.stop, **mask,
+            **_named("key", dense.key, dense.key_strides), **_named("value", dense.value, dense.value_strides),
+            KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            BLOCK=_block(64, max(k, v), 4096), K=k, V=v, **common,
+        )  # fmt: skip
+    rotated_out, plain_out = query.new_empty(tokens, heads, code_dim), query.new_empty(tokens, heads, value_dim)
+    attend.combine[(rows,)](
+        maxima, totals, rotated, plain, None if sink_logits is None else sink_logits.float().contiguous(), rotated_out,
+        plain_out, rows, parts, splits, HEADS=heads, CODE_DIM=code_dim, VALUE_DIM=value_dim,
+        C=next_power_of_2(code_dim), V=next_power_of_2(value_dim),
+    )  # fmt: skip
+    return rotated_out, plain_out
+
+
+def _named(name: str, x: Tensor, strides: Sequence[int]) -> dict[str, Any]:
+    return {name: x} | dict(zip((f"{name}_place", f"{name}_head", f"{name}_token"), strides, strict=True))
+
+
+def _splits(programs: int, pages: int, device: torch.device) -> int:
+    """How many parts a context is read in: as many as keep the GPU busy, of four pages or more."""
+    wanted = -(-WAVES * _multiprocessors(device) // programs)
+    return max(min(wanted, pages // 4), 1)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return MULTIPROCESSORS_OF_A_CPU
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count)
+
+
+def _block(page_size: int, channels: int, numbers: int) -> int:
+    """Tokens that are read at a time, so many numbers: a power of two that divides a page."""
+    return min(page_size & -page_size, max(numbers // channels, TILE), 64)

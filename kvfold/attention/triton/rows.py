@@ -1,0 +1,126 @@
+"""Attention over folded rows on a GPU."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.triton.launch import NO_MASK, QUERIES, Dense, Ints, Sequences, Span, by_token, launch
+from kvfold.attention.triton.sides import stored
+from kvfold.cache.rows import FoldedRows
+from kvfold.cache.spans import DenseSpan
+from kvfold.formats.page import PageForm
+from kvfold.kernels.triton import on_its_device
+from kvfold.quant.packing import TILE
+
+DEVICES = ("cuda", "xpu", "cpu")
+"""By torch's names: "cuda" is NVIDIA's and AMD's, "xpu" Intel's. On a CPU they run in Triton's interpreter, to be
+tested."""
+
+
+def why_not(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
+    """Why these kernels do not take a call; None if they do."""
+    if find_spec("triton") is None:
+        return "the GPU kernels want Triton: install kvfold[gpu]"
+    if query.device.type not in DEVICES:
+        return f"the GPU kernels run on {' and '.join(DEVICES)} so far, the queries are on {query.device}"
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the GPU kernels run on a CPU in Triton's interpreter alone, with TRITON_INTERPRET=1"
+    if query.dtype == torch.float64:
+        return "the GPU kernels compute in float32, and the queries are float64"
+    if mask is not None and mask.dtype != torch.bool:
+        return f"the GPU kernels take masks of bool, and this is one of {mask.dtype}"
+    return why_not_pages(rows.keys.form, rows.values.form)
+
+
+def step_of(rows: FoldedRows) -> None:
+    """None: single tokens have no other way."""
+
+
+def why_not_pages(*forms: PageForm) -> str | None:
+    """Why these kernels do not read pages of some form; None if they do."""
+    for form in forms:
+        if form.only_reference is not None:
+            return form.only_reference
+        if any(width % TILE for width in form.groups):
+            return f"the GPU kernels take scales for groups of {TILE} channels, these are of {form.groups}"
+    return None
+
+
+@on_its_device
+@torch.no_grad()
+def attend_rows(
+    query: Tensor,
+    rows: FoldedRows,
+    dense: DenseSpan | None,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`kvfold.attention.reference.attend_rows` by kernels, in the query's dtype.
+
+    Queries, probabilities and what they are multiplied with are float16 numbers to the tensor cores, unless `query`
+    is float32. A query with a NaN or an infinity gets NaN: to see it would mean to wait for the GPU.
+    """
+    batch, heads, n, _ = query.shape
+    until, stop = rows.reach(n, dense, causal=mask is None)
+    out = query.new_empty(batch, heads, n, rows.value_dim)
+    step = max(QUERIES // batch, 1)
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        if mask is not None and mask.shape[2] > 1:
+            own_mask: Tensor | None = mask[:, :, part]
+        else:
+            own_mask = mask
+        out[:, :, part] = _attend_some(
+            query[:, :, part], rows, dense, until[part], stop[part], scaling=scaling, mask=own_mask, softcap=softcap,
+            sink_logits=sink_logits,
+        )  # fmt: skip
+    return out
+
+
+def _attend_some(
+    query: Tensor, rows: FoldedRows, dense: DenseSpan | None, until: list[int], after: list[int], *,
+    scaling: float, mask: Tensor | None, softcap: float | None, sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of queries that read up to `until` folded, and up to `after` at all."""
+    batch, _, n, _ = query.shape
+    kv_heads, device, exact = rows.kv_heads, query.device, query.dtype == torch.float32
+    q = query.float().unflatten(1, (kv_heads, -1)) * scaling
+    sinks, count = rows.window.sinks, rows.keys.count
+    stop = [max(min(pair) - sinks, 0) for pair in zip(until, after, strict=True)]
+    spans = [span for span in (rows.sink_span(), dense) if span is not None and span.start < span.stop]
+    ints = Ints(device)
+    first, counts = ints.add(range(0, batch * n, n)), ints.add([n] * batch)
+    pages, stops = ints.add([count] * batch), ints.add(stop * batch)
+    starts, afters = ints.add(until * batch), ints.add(after * batch)
+    nothing = ints.add([0] * batch * n)
+    places = ints.add(range(batch))
+    placed = [(ints.add([span.key.shape[2]] * batch), ints.add([span.start] * batch)) for span in spans]
+    ints.send()
+    given = []
+    for span, (held, position) in zip(spans, placed, strict=True):
+        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (span.key, span.value))
+        own = Span(ints[places], ints[held], ints[position], ints[starts if span is dense else nothing], ints[afters])
+        given.append(Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
+    sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count)
+    sides = None
+    if count:
+        sides = stored(rows.keys, exact), stored(rows.values, exact)
+        assert rows.keys.storage is not None
+    masked = NO_MASK
+    if mask is not None:
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        by = [0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3)]
+        masked = dict(zip(NO_MASK, (mask.view(torch.uint8), *by, mask.shape[-1]), strict=True))
+    width = 0 if rows.keys.storage is None else rows.keys.storage.code.shape[2]
+    rotated, plain = launch(
+        by_token(q), by_token(rows.keys.form.rotated_query(q)), sequences, sides, (None, width), given,
+        kv_heads=kv_heads, value_dim=rows.value_dim, code_dim=rows.values.form.code_dim, softcap=softcap,
+        sink_logits=sink_logits, mask=masked, position=sinks, exact=exact,
+    )  # fmt: skip
+    rotated, plain = (x.view(batch, n, kv_heads, -1, x.shape[-1]).permute(0, 2, 3, 1, 4) for x in (rotated, plain))
+    return (rows.values.form.transform.invert(rotated) + plain).flatten(1, 2)

@@ -1,0 +1,101 @@
+"""Keys and values of pages as the kernels know them: their parts, and what is compiled for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from itertools import groupby
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.tables import group_of_tiles
+from kvfold.cache.pool.layer import PagedLayer
+from kvfold.cache.pool.layout import Part
+from kvfold.cache.store import PageStore
+from kvfold.formats.page import PageForm
+from kvfold.quant.tables import on
+
+if TYPE_CHECKING:
+    from kvfold.kernels.triton.codes import Shape
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Keys or values of pages: their parts by name (None if absent), and what kernels are compiled for."""
+
+    parts: dict[str, Tensor | None]
+    shape: "Shape"
+
+    def arguments(self, prefix: str, without: str) -> dict[str, Any]:
+        return {f"{prefix}_{name}": part for name, part in self.parts.items() if name != without}
+
+
+def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]) -> "Shape":
+    from kvfold.kernels.triton.codes import Shape
+
+    bits = form.bits
+    return Shape(
+        page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits), runs=_runs(form),
+        planes=reduce(or_, bits, 0), even=bits[0] if len(set(form.kinds)) == 1 else 0,
+        token_lanes=form.lanes == "tokens", levels=form.lut.shape[-1], groups=groups, centre_dim=centre_dim,
+        plain_dim=form.plain_dim, unit_levels=form.unit_levels,
+        code=strides["code"], scale=strides.get("scale", 0), offset=strides.get("offset", 0),
+        centre=strides.get("centre", strides.get("channel_scale", 0)), plain=strides.get("plain", 0),
+    )  # fmt: skip
+
+
+def _runs(form: PageForm) -> tuple[tuple[int, int, int, int], ...]:
+    """Groups with equal bits and levels, in powers of two: the first, how many, their bits, the sum of bits before."""
+    runs, first = [], 0
+    for kind, group in groupby(form.kinds):
+        left = len(list(group))
+        while left:
+            count = 1 << (left.bit_length() - 1)
+            runs.append((first, count, form.bits[kind], sum(form.bits[:first])))
+            first, left = first + count, left - count
+    return tuple(runs)
+
+
+PARTS = ("code", "scale", "offset", "centre", "channel_scale", "plain")
+
+
+def _side(form: PageForm, parts: dict[str, Tensor], last: dict[str, int], strides: dict[str, int], exact: bool) -> Side:
+    """`last`: the last dimension of each part's shape."""
+    from kvfold.kernels.triton.fold import bits_table
+
+    device = parts["code"].device
+    groups = last.get("scale", last.get("offset", 1))
+    shape = _shape(form, groups, last.get("centre", last.get("channel_scale", 0)), strides)
+    found: dict[str, Tensor | None] = {name: parts.get(name) for name in PARTS}
+    if not form.plain_dim:
+        found["plain"] = None
+    if form.bits:  # in words
+        found["code"], shape = parts["code"].reshape(-1).view(torch.int32), replace(shape, code=shape.code // 4)
+    found["lut"] = on(device, form.lut, None if exact else torch.float16) if form.bits else None
+    found["bits"] = None if shape.even or not form.bits else bits_table(form.bits, device)
+    found["groups"] = None if groups == 1 else _groups_table(form.groups, device)
+    return Side(found, shape)
+
+
+def stored(store: PageStore, exact: bool) -> Side:
+    pages = store.storage
+    assert pages is not None
+    parts = {name: part for name, part in pages.tensors() if name in PARTS}
+    assert all(part.is_contiguous() for part in parts.values())
+    strides = {name: part.shape[3:].numel() for name, part in parts.items()}
+    return _side(store.form, parts, {name: part.shape[-1] for name, part in parts.items()}, strides, exact)
+
+
+def pooled(form: PageForm, layer: PagedLayer, parts: Sequence[Part], exact: bool) -> Side:
+    """One side of a pool: each part is the pool itself, from where the first page's part is."""
+    whole = {part.name: layer.pool.elements(part) for part in parts}
+    views, strides = ({name: x for name, (x, _) in whole.items()}, {name: by for name, (_, by) in whole.items()})
+    return _side(form, views, {part.name: part.shape[-1] for part in parts if part.shape}, strides, exact)
+
+
+@cache
+def _groups_table(groups: tuple[int, ...], device: torch.device) -> Tensor:
+    """The scale group of each 16 channels: int32."""
+    return torch.tensor(group_of_tiles(groups), dtype=torch.int32, device=device)

@@ -1,0 +1,287 @@
+"""What a layer holds: the rows of a batch, the same for tensors and for MLX arrays."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.budgets import bits_in, with_bits
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.held import HeldRows
+from kvfold.cache.prompt_costs import count_looked_at, far_errors
+from kvfold.cache.spans import DenseSpan
+from kvfold.formats import FormatPair
+from kvfold.formats.base import OutOfRange
+from kvfold.kernels.modes import in_no_mode
+
+R = TypeVar("R", bound=HeldRows)
+
+
+@dataclass(eq=False)
+class RowGroup(Generic[R]):
+    """Batch rows with the same left padding, hence the same length.
+
+    Attributes
+    ----------
+    batch_rows
+        Their indices in the batch, int64, (rows,).
+    padding
+        Padding columns before their first token.
+    rows
+        Their cache.
+    """
+
+    batch_rows: Tensor
+    padding: int
+    rows: R
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows."""
+        return len(self.batch_rows)
+
+    @property
+    def bits(self) -> dict[int, int] | None:
+        """Bits of keys (0) and values (1), if the first tokens gave them; None if not, or not yet."""
+        formats = self.rows.formats
+        if formats.awaits_bits or not self.rows.fit.awaits_bits:
+            return None
+        return {0: formats.keys.bits, 1: formats.values.bits}
+
+    def own(self, columns: Tensor, first: int) -> Tensor:
+        """These rows' tokens among batch columns (batch, heads, n, …) that start at column `first`."""
+        skip = self.padding - first
+        if self.count < columns.shape[0]:
+            columns = columns.index_select(0, self.batch_rows)
+        return columns[:, :, skip:] if skip > 0 else columns
+
+
+@dataclass(eq=False)
+class Appended:
+    """What one `append` of a layer made readable, for the attention of the same forward pass.
+
+    Attributes
+    ----------
+    layer
+        The cache that holds everything else.
+    first_column
+        Column of the first new token: what the cache held before.
+    columns
+        New columns.
+    spans
+        For each of the layer's groups, the dense tokens that the new queries may read; None for those that are held,
+        after a `HeldRows.step`.
+    observed
+        Whether `observe` has seen their queries. Layers that share a cache attend more than once.
+    """
+
+    layer: "HeldLayer"
+    first_column: int
+    columns: int
+    spans: list[DenseSpan | None] | None
+    observed: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this is one token, the newest, whose query may go to a `HeldRows.step` as it is."""
+        if not self.layer.takes_steps or (self.spans is not None and not self.observed):
+            return False
+        return self.columns == 1 and self.first_column + 1 == self.layer.columns
+
+    @property
+    def awaits_queries(self) -> bool:
+        """Whether formats wait for the queries of these tokens, which `observe` has not seen."""
+        return not self.observed and any(group.rows.awaits_queries for group in self.layer.groups)
+
+    def newest(self, columns: int) -> "Appended":
+        """Only the last `columns` of these, for queries of which there are no more."""
+        return replace(self, first_column=self.first_column + self.columns - columns, columns=columns)
+
+    @property
+    def dense(self) -> list[DenseSpan | None]:
+        """For each of the layer's groups, the dense tokens that the new queries may read."""
+        if self.spans is None:
+            self.spans = [group.rows.dense_span() for group in self.layer.groups]
+        return self.spans
+
+
+class HeldLayer(ABC):
+    """Keys and values of one layer, of a batch that arrives in columns.
+
+    Row b's first `padding[b]` columns are padding and are never stored. Rows with equal padding share tensors.
+
+    Attributes
+    ----------
+    config
+        How they fold.
+    columns
+        Columns that came, padding included.
+    groups
+        The rows of the batch that have had a token.
+    takes_steps
+        Whether all rows are in one group, and their queries go to attention as they are, so that a `HeldRows.step` may
+        take a token; nobody observes its query then.
+    newest_queries
+        (batch, heads, tokens, key_dim), of the newest columns, for whoever evicts by them; None if none are kept.
+    """
+
+    groups: list[RowGroup[Any]]
+
+    def __init__(self, config: LayerConfig) -> None:
+        self.config = config
+        self.clear()
+
+    @property
+    def index(self) -> int:
+        """The layer's number."""
+        return self.config.index
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.columns = 0
+        self.groups = []
+        self.takes_steps = False
+        if self.config.budgets is not None:
+            self.config.budgets.shares.clear()
+        self.newest_queries: Tensor | None = None
+        self._fits: tuple[object, ...] | None = None  # what `_check` had nothing to say of last
+        self._formats: FormatPair | None = None
+        self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
+
+    def begin(self, key: Tensor, value: Tensor) -> FormatPair:
+        """Take shape, dtype and device from the first keys and values; return the formats that sequences begin with."""
+        formats = self.config.formats_of(key.shape[-1], value.shape[-1])
+        self._formats = self.config.calibrated(formats, key.shape[1], key.shape[3])
+        kept = [x.new_empty(*x.shape[:2], 0, x.shape[3], dtype=self.config.stored_dtype(x.dtype)) for x in (key, value)]
+        self._like = kept[0], kept[1]
+        return self._formats
+
+    @abstractmethod
+    def observe(self, query: Any, new: Appended, scaling: float | None = None) -> None:
+        """Show the queries of the tokens just appended to formats that go by them; then attention may read."""
+
+    @property
+    def folded_as(self) -> str:
+        """Names of the formats that pages of the longest rows are folded with, "both" or "keys:values"."""
+        longest = min(self.groups, key=lambda group: group.padding, default=None)
+        if longest is None or longest.bits is None:
+            return self.config.format
+        bits = {number: longest.bits[number] for number in bits_in(self.config.format)}
+        return with_bits(self.config.format, bits)
+
+    def _allot(
+        self, padding: int, scaling: float | None, queries: Tensor | None, key: Tensor, value: Tensor
+    ) -> FormatPair:
+        """The formats, not fitted, with bits by the first tokens of the rows with this padding."""
+        budgets = self.config.budgets
+        assert budgets is not None
+        assert self._formats is not None
+        window, costs = self._formats.window, None
+        if queries is not None and queries.shape[2] == count_looked_at(key.shape[2], window.sinks):
+            costs = far_errors(queries, key, value, window, scaling)
+        names = budgets.decide(self.index, padding, costs, [x.shape[1] * x.shape[3] for x in (key, value)])
+        return self.config.formats_named(names, key.shape[3], value.shape[3])
+
+    def _explained(self, error: ValueError) -> ValueError:
+        """An error of rows as one of this layer."""
+        what = str(error)
+        if isinstance(error, OutOfRange):
+            what = f"{what.partition(':')[0]}; {self.config.kept_dense}"
+        return ValueError(f"layer {self.index}: {what}")
+
+    def check_crop(self, columns: int) -> None:
+        """Raise ValueError if tokens were evicted from what a crop to `columns` columns would go back to."""
+        whole_from = max(
+            (group.padding + group.rows.whole_from for group in self.groups if group.rows.evicted), default=0
+        )
+        if 0 < columns < whole_from:
+            raise ValueError(
+                f"layer {self.index}: crop to {columns} tokens, but tokens before {whole_from} were evicted, and which "
+                "would have stayed then is not known: crop to more, or reset the cache"
+            )
+
+    @in_no_mode
+    def crop(self, columns: int) -> int:
+        """Keep the first `columns` columns; return the count of `crop` of its rows for the row that lost most.
+
+        Raises
+        ------
+        ValueError
+            As `check_crop`.
+        """
+        if columns >= self.columns:
+            return 0
+        self.check_crop(columns)
+        lost, self.newest_queries = 0, None
+        for group in self.groups:
+            kept = max(columns - group.padding - group.rows.evicted, 0)
+            lost = max(lost, group.rows.crop(kept if columns > group.padding else 0))
+        self.groups, self.takes_steps = [group for group in self.groups if group.rows.length], False
+        self.columns = min(self.columns, columns)
+        if self.columns == 0:
+            self.clear()
+        return lost
+
+    @property
+    def shape(self) -> tuple[int, int, int, int] | None:
+        """Batch rows, KV heads, and coordinates of a key and of a value; None before the first token."""
+        if self._like is None:
+            return None
+        batch, kv_heads, _, key_dim = self._like[0].shape
+        return batch, kv_heads, key_dim, self._like[1].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What keys are rounded to before they are held; None before the first token."""
+        return None if self._like is None else self._like[0].dtype
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return 0 if self._like is None else self._like[0].shape[0]
+
+    @property
+    def undo(self) -> int:
+        """How many of the newest columns can always be cropped without a trace."""
+        return 0 if self._formats is None else self._formats.window.undo
+
+    @property
+    def value_dim(self) -> int:
+        """Coordinates of a value; 0 before the first token."""
+        return 0 if self._like is None else self._like[1].shape[3]
+
+    @property
+    def value_count(self) -> int:
+        """Numbers that a dense cache would hold for the tokens that came: keys and values, padding aside."""
+        if self._like is None:
+            return 0
+        own = self._like[:1] if self.config.values_of_keys else self._like
+        per_token = sum(like.shape[1] * like.shape[3] for like in own)
+        return per_token * sum(group.count * group.rows.seen for group in self.groups)
+
+    @property
+    def evicted_count(self) -> int:
+        """Tokens of all rows that each head has forgotten."""
+        return sum(group.count * group.rows.evicted for group in self.groups)
+
+    def own(self) -> list[object]:
+        """What holds this layer's own tensors: pages, dense tokens, row indices."""
+        return [
+            (
+                group.batch_rows,
+                group.rows.dense,
+                group.rows.fit.energy,
+                group.rows.fit.queries,
+                group.rows.positions,
+                *group.rows.pages(),
+                self.newest_queries,
+            )
+            for group in self.groups
+        ]
+
+    def tables(self) -> list[object]:
+        """What holds tables, most of which other layers share."""
+        return [self.config.statistics, *((group.rows.formats, group.rows.fit.formats) for group in self.groups)]

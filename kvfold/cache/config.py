@@ -1,0 +1,164 @@
+"""What each layer's cache is told before its first token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvfold.cache.budgets import PromptBudgets, budgeted, prompt_budgets
+from kvfold.cache.calibration import Calibration
+from kvfold.cache.policy import Policy
+from kvfold.cache.shape import LayerShape
+from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
+
+
+@dataclass(frozen=True, eq=False)
+class LayerConfig:
+    """How one layer folds its keys and values.
+
+    Attributes
+    ----------
+    format
+        "both" or "keys:values" (`kvfold.formats.FORMATS`).
+    index
+        The layer's number, for messages.
+    dense_dtype
+        dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
+    window
+        What stays dense; None: what the formats say.
+    statistics
+        What a format that is fitted goes by; None: it waits for those of each sequence's first tokens.
+    frequencies
+        RoPE's ω_f, for formats that turn keys back; None: not known.
+    values_of_keys
+        Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
+    sharpen
+        Whether attention scales scores as the keys' format says (`Format.sharpness`).
+    budgets
+        What gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format.
+        Rows of a batch with as much padding share them.
+    """
+
+    format: str
+    index: int = 0
+    dense_dtype: torch.dtype | None = None
+    window: Window | None = None
+    statistics: KeyStatistics | None = None
+    frequencies: tuple[float, ...] | None = None
+    values_of_keys: bool = False
+    sharpen: bool = False
+    budgets: PromptBudgets | None = None
+
+    def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
+        """The formats that each sequence starts with: not fitted, and without bits of a share.
+
+        Raises
+        ------
+        ValueError
+            If the format cannot take such keys or values, or there is no rule for how to sharpen it.
+        """
+        pair = self.formats_named(self.format, key_dim, value_dim)
+        return pair if self.budgets is None else replace(pair, awaits_bits=True)
+
+    def formats_named(self, names: str, key_dim: int, value_dim: int) -> FormatPair:
+        """Formats of these names, as `formats_of`, for a layer whose first tokens gave it bits."""
+        pair = get_formats(names, key_dim, value_dim, self.window, values_of_keys=self.values_of_keys)
+        if self.sharpen and pair.keys.sharpness(torch.ones(1)) is None:
+            raise ValueError(
+                f"sharpen = True, but there is no rule for keys of {key_dim} in {names!r}: it is for tbq and tbqp keys "
+                "of 64 or 256"
+            )
+        return pair.at(self.index, self.frequencies)
+
+    def calibrated(self, formats: FormatPair, kv_heads: int, key_dim: int) -> FormatPair:
+        """`formats` fitted to `statistics`, if there are any and they wait for some.
+
+        Raises
+        ------
+        ValueError
+            If the statistics are of keys of another shape.
+        """
+        if self.statistics is None or not formats.keys.awaits_fit:
+            return formats
+        expected, given = (kv_heads, key_dim), tuple(self.statistics.key_variance.shape)
+        if given != expected:
+            raise ValueError(
+                f"layer {self.index}: the calibration is of {given[0]} heads of {given[1]}, keys have {expected[0]} "
+                f"heads of {expected[1]}: calibrate this model"
+            )
+        return formats.with_formats(formats.keys.fitted(self.statistics), formats.values)
+
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What numbers of a dtype are rounded to before they are held."""
+        if self.dense_dtype is not None:
+            return self.dense_dtype
+        return dtype if dtype.itemsize == 2 else torch.float16
+
+    @property
+    def kept_dense(self) -> str:
+        """How to keep this layer dense, for messages."""
+        return f"keep this layer dense: policy=Policy({self.format!r}, exceptions=[({self.index}, 'dense')])"
+
+
+Frequencies = Callable[[int, str], tuple[float, ...] | None]
+"""RoPE's ω_f of a layer, by its index and format; may raise ValueError if they are not known."""
+
+
+def layer_configs(
+    shapes: Sequence[LayerShape],
+    policy: Policy,
+    calibration: Calibration | None = None,
+    *,
+    dense_dtype: torch.dtype | None = None,
+    sharpen: bool = False,
+    frequencies: Frequencies = lambda index, format: None,
+) -> dict[int, LayerConfig]:
+    """How the layers of a cache fold, by index; those that stay dense are left out.
+
+    Parameters
+    ----------
+    shapes
+        What each layer of the model holds.
+    policy, calibration, dense_dtype, sharpen
+        As `kvfold.FoldedCache` takes them.
+    frequencies
+        Asked for layers whose format turns keys back.
+
+    Raises
+    ------
+    ValueError
+        If a format does not fit a layer, or the calibration has not seen one that goes by it.
+    """
+    policy = budgeted(policy, calibration, len(shapes))
+    full = [index for index, shape in enumerate(shapes) if shape.kind == "full"]
+    budgets = prompt_budgets(policy, calibration, len(shapes), full)
+    configs = {}
+    for index, shape in enumerate(shapes):
+        format = policy.format_of(index, len(shapes))
+        if format is None or not shape.folds:
+            continue
+        config = LayerConfig(
+            format, index, dense_dtype, policy.window,
+            statistics=None if calibration is None else calibration.layers.get(index),
+            values_of_keys=shape.kind == "latent" and shape.is_told,
+            sharpen=sharpen,
+            budgets=budgets if budgets is not None and index in budgets.formats else None,
+        )  # fmt: skip
+        configs[index] = _checked(config, shape, calibration, frequencies) if shape.is_told else config
+    return configs
+
+
+def _checked(
+    config: LayerConfig, shape: LayerShape, calibration: Calibration | None, frequencies: Frequencies
+) -> LayerConfig:
+    """A config whose formats fit its layer, with RoPE's frequencies if they ask for them."""
+    keys = config.formats_of(*shape.folded_dims).keys
+    if keys.turns_back:
+        config = replace(config, frequencies=frequencies(config.index, config.format))
+        keys = config.formats_of(*shape.folded_dims).keys
+    if calibration is not None and keys.awaits_fit:
+        if config.statistics is None:
+            raise ValueError(f"the calibration has no layer {config.index}: calibrate this model")
+        if keys.head_dim == config.statistics.key_variance.shape[-1]:
+            keys.fitted(config.statistics)
+    return config

@@ -1,0 +1,125 @@
+"""A layer's cache as the contents of a file, and back."""
+
+from math import isfinite
+
+import torch
+
+from kvfold.cache.batch import HeldLayer, RowGroup
+from kvfold.cache.budgets import PromptBudgets, bits_in, choice, with_bits
+from kvfold.cache.config import LayerConfig
+from kvfold.cache.files.contents import FLOATS, Contents, dtype_name
+from kvfold.cache.files.rows import rows_from_saved, rows_to_saved
+from kvfold.cache.layer import LayerCache
+from kvfold.formats import KeyStatistics, Window
+
+LARGEST_SAVED = 2**20
+"""A file that asks for more rows or heads is refused before it gets the memory."""
+
+
+def layer_to_saved(layer: HeldLayer) -> Contents:
+    """What a layer holds, without unused capacity, and what it takes to go on."""
+    config, shape, dtype = layer.config, layer.shape, layer.dtype
+    window, statistics = config.window, config.statistics
+    saved = Contents(
+        {
+            "format": config.format,
+            "budgets": config.budgets is not None,
+            "dense_dtype": None if config.dense_dtype is None else dtype_name(config.dense_dtype),
+            "window": None if window is None else [window.sinks, window.recent, window.undo],
+            "calibrated": statistics is not None,
+            "frequencies": None if config.frequencies is None else list(config.frequencies),
+            "values_of_keys": config.values_of_keys,
+            "sharpen": config.sharpen,
+            "shape": None if shape is None else list(shape),
+            "dtype": None if dtype is None else dtype_name(dtype),
+            "columns": layer.columns,
+            "groups": len(layer.groups),
+        }
+    )
+    if statistics is not None:
+        saved.tensors = {"query_energy": statistics.query_energy, "key_variance": statistics.key_variance}
+    for number, group in enumerate(layer.groups):
+        part = rows_to_saved(group.rows)
+        part.data |= {"batch_rows": group.batch_rows.tolist(), "padding": group.padding}
+        part.data["bits"] = None if group.bits is None else [group.bits[n] for n in bits_in(config.format)]
+        saved.put(f"group{number}", part)
+    return saved
+
+
+def layer_from_saved(saved: Contents, index: int = 0) -> LayerCache:
+    """The layer that `layer_to_saved` told of, on the CPU; all of `saved` is taken out.
+
+    Raises
+    ------
+    ValueError
+        If its parts do not fit together, or a format or calibration has another shape.
+    """
+    layer = LayerCache(_config_from_saved(saved, index))
+    layer.columns = saved.number("columns")
+    groups = saved.number("groups")
+    if saved.lacks("shape"):
+        if layer.columns or groups or not saved.lacks("dtype"):
+            raise ValueError(f"{saved.where}shape is missing")
+    else:
+        _fill(layer, saved, groups)
+    saved.done()
+    return layer
+
+
+def _config_from_saved(saved: Contents, index: int) -> LayerConfig:
+    format = saved.take("format", str)
+    dense_dtype = None if saved.lacks("dense_dtype") else saved.dtype("dense_dtype")
+    window = None if saved.lacks("window") else Window(*saved.numbers("window", 3))
+    statistics = frequencies = None
+    if saved.take("calibrated", bool):
+        variance = saved.tensor("key_variance", FLOATS.values(), (None, None))
+        statistics = KeyStatistics(saved.tensor("query_energy", FLOATS.values(), tuple(variance.shape)), variance)
+    if not saved.lacks("frequencies"):
+        frequencies = tuple(saved.take("frequencies", list))
+        if any(type(f) is not float or not isfinite(f) for f in frequencies):
+            raise ValueError(f"{saved.where}frequencies are no finite numbers")
+    return LayerConfig(
+        format, index, dense_dtype, window, statistics, frequencies,
+        values_of_keys=saved.take("values_of_keys", bool),
+        sharpen=saved.take("sharpen", bool),
+        budgets=PromptBudgets({index: format}) if saved.take("budgets", bool) else None,
+    )  # fmt: skip
+
+
+def _fill(layer: LayerCache, saved: Contents, groups: int) -> None:
+    """Take the rows of all groups out of `saved`."""
+    config = layer.config
+    batch, kv_heads, key_dim, value_dim = saved.numbers("shape", 4, 1, LARGEST_SAVED)
+    dtype = saved.dtype("dtype")
+    if config.stored_dtype(dtype) != dtype:
+        raise ValueError(f"{saved.where}dtype is {dtype}, which dense_dtype = {config.dense_dtype} does not make")
+    key, value = (torch.empty(batch, kv_heads, 0, dim, dtype=dtype) for dim in (key_dim, value_dim))
+    formats = layer.begin(key, value)
+    taken: set[int] = set()
+    for number in range(groups):
+        part = saved.part(f"group{number}")
+        own = part.numbers("batch_rows", most=batch - 1)
+        padding = part.number("padding", most=layer.columns - 1)
+        if not own or len({*own} - taken) < len(own):
+            raise ValueError(f"{part.where}batch_rows name no row, or one twice")
+        taken.update(own)
+        like, folds = (key[: len(own)], value[: len(own)]), formats
+        if not part.lacks("bits"):
+            folds = config.formats_named(_names_of(config, part), key_dim, value_dim)
+        rows = rows_from_saved(part, formats, folds, like, layer.columns - padding)
+        layer.groups.append(RowGroup(torch.tensor(own), padding, rows))
+
+
+def _names_of(config: LayerConfig, saved: Contents) -> str:
+    """Names of the formats that rows fold with, whose bits are taken out of `saved`.
+
+    Raises
+    ------
+    ValueError
+        If they cannot be what the first tokens gave this layer.
+    """
+    asked = bits_in(config.format)
+    bits = dict(zip(asked, saved.numbers("bits", len(asked), 1, 8), strict=True))
+    if config.budgets is None or any(bits[number] not in choice(own) for number, own in asked.items()):
+        raise ValueError(f"{saved.where}bits are {[*bits.values()]}, which no tokens give {config.format!r}")
+    return with_bits(config.format, bits)

@@ -1,0 +1,112 @@
+"""What formats that are fitted to a prompt see of its first tokens, and what they make of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.prompt_costs import count_looked_at, looked_at
+from kvfold.cache.schedule import Schedule
+from kvfold.formats import FormatPair, KeyStatistics
+
+Allot = Callable[[Tensor | None, Tensor, Tensor], FormatPair]
+"""Gives formats that await bits theirs, by `PromptFit.queries` of the first tokens, and by their keys and values."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptFit:
+    """Queries of a sequence's first tokens, as far as its formats go by them.
+
+    Attributes
+    ----------
+    formats
+        Those that the sequence began with, not fitted.
+    schedule
+        Their moments of folding.
+    energy
+        q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch,
+        kv_heads, tokens, key_dim). Kept until no crop that leaves no trace can go back behind the fit; else None.
+    queries
+        Some of those queries themselves (`prompt_costs.looked_at`), bfloat16, kept as long, if the formats await bits
+        by them.
+    """
+
+    formats: FormatPair
+    schedule: Schedule
+    energy: Any = None
+    queries: Any = None
+
+    @property
+    def awaits_bits(self) -> bool:
+        """Whether queries themselves are kept, beside their energies."""
+        return self.formats.awaits_bits
+
+    def counted(self, first: int) -> slice:
+        """Of tokens from position `first` on those whose energies count."""
+        return slice(max(self.schedule.window.sinks - first, 0), max(self.schedule.fit_tokens - first, 0))
+
+    def looked_at(self, first: int) -> slice:
+        """Of tokens from position `first` on those whose queries are kept."""
+        return looked_at(first, self.schedule.window.sinks, self.schedule.fit_tokens)
+
+    def with_more(self, energy: Any, queries: Any, join: Callable[[tuple[Any, Any], int], Any]) -> "PromptFit":
+        """With what more tokens add to `energy` and `queries` (None: nothing), put behind what is there by `join`."""
+        energy = energy if self.energy is None else join((self.energy, energy), 2)
+        if self.queries is not None:
+            queries = self.queries if queries is None else join((self.queries, queries), 2)
+        return replace(self, energy=energy, queries=queries)
+
+    def kept(self, length: int) -> "PromptFit":
+        """What is still of use once `length` slots are held."""
+        if length >= self.schedule.fit_tokens + self.schedule.window.undo:
+            return replace(self, energy=None, queries=None)
+        return self
+
+    def cropped(self, length: int) -> "PromptFit":
+        """What is left when all but the first `length` slots go."""
+        sinks = self.schedule.window.sinks
+        if self.energy is None or length <= sinks:  # what comes next is another prompt, or all was fitted for good
+            return replace(self, energy=None, queries=None)
+        queries = None if self.queries is None else self.queries[:, :, : count_looked_at(length, sinks)]
+        return replace(self, energy=self.energy[:, :, : length - sinks], queries=queries)
+
+    def map(self, change: Callable[[Any], Any]) -> "PromptFit":
+        """Each tensor changed."""
+        energy, queries = (None if x is None else change(x) for x in (self.energy, self.queries))
+        return replace(self, energy=energy, queries=queries)
+
+    def fitted(
+        self, key: Tensor, value: Tensor, energy: Tensor, queries: Tensor | None, allot: Allot | None
+    ) -> FormatPair:
+        """Formats by the first `fit_tokens` tokens.
+
+        Parameters
+        ----------
+        key, value
+            Those tokens, dense, (batch, kv_heads, tokens, dim).
+        energy, queries
+            What is held of their queries, as tensors.
+        allot
+            Gives formats that await bits theirs.
+        """
+        formats = self.formats
+        if formats.awaits_bits:
+            assert allot is not None
+            formats = allot(queries, key, value)
+        fitted = []
+        for fmt, x, read in ((formats.keys, key, energy), (formats.values, value, energy[:, :, :0])):
+            about = KeyStatistics.of(x[:, :, self.schedule.window.sinks :], read, self.schedule.page_size)
+            fitted.append(fmt.fitted(about) if fmt.awaits_fit else fmt)
+        return formats.with_formats(*fitted)
+
+
+def energy_of(query: Tensor, kv_heads: int) -> Tensor:
+    """q² of queries (batch, heads, n, key_dim), averaged over the heads of each KV head, in bfloat16."""
+    return query.float().square().unflatten(1, (kv_heads, -1)).mean(2).bfloat16()
+
+
+def energy_of_unknown(key: Tensor, n: int) -> Tensor:
+    """The energy of `n` queries that nobody knows: all channels of the keys count as read alike."""
+    return torch.ones(*key.shape[:2], n, key.shape[-1], dtype=torch.bfloat16, device=key.device)

@@ -1,0 +1,171 @@
+"""What rows hold, and what a query may read of it: the same for tensors and for MLX arrays."""
+
+from typing import Any
+
+from kvfold.cache.fit import PromptFit
+from kvfold.cache.schedule import Schedule
+from kvfold.cache.spans import DenseSpan
+from kvfold.cache.store import PageStore
+from kvfold.cache.tail import DenseTokens
+from kvfold.formats import FormatPair, Window
+from kvfold.formats.page import Pages
+
+
+class HeldRows:
+    """Keys and values of one layer for batch rows that hold equally many tokens.
+
+    Positions count a row's own tokens from 0. Tokens that were evicted leave no gap: what is held lies in slots, which
+    also count from 0, and slot and position are the same until then. After it, `positions` tells those of the oldest
+    folded tokens, and all that follow are further on by what was evicted.
+
+    Attributes
+    ----------
+    formats
+        How pages are folded and read.
+    schedule
+        When tokens fold.
+    fit
+        What formats that are fitted have seen of the prompt.
+    stores
+        Folded pages of keys and of values; of keys alone if values are a view of them.
+    dense
+        Sinks and the tail, whose first tokens may be folded, too.
+    kv_heads
+        KV heads of the layer.
+    key_dim, value_dim
+        Coordinates of a key and of a value.
+    length
+        Slots held by each row.
+    evicted
+        Tokens that each head of each row held and forgot.
+    positions
+        Those of the first folded tokens, int32, (batch, kv_heads, tokens); all after them are at slot + `evicted`. None
+        if nothing was evicted.
+    step
+        What appends a token and attends with its query while all else here stays as it is: attention makes it, and
+        `_become` drops it.
+    """
+
+    dense: DenseTokens
+
+    def __init__(self, formats: FormatPair, kv_heads: int, stores: tuple[PageStore, ...]) -> None:
+        if formats.keys.page_size != formats.values.page_size:
+            raise ValueError(
+                f"keys have pages of {formats.keys.page_size} tokens, values of {formats.values.page_size}: "
+                "a layer's formats must agree on page_size"
+            )
+        self.formats, self.kv_heads, self.stores = formats, kv_heads, stores
+        self.schedule = Schedule.of(formats)
+        self.fit = PromptFit(formats, self.schedule)
+        self.key_dim, self.value_dim = formats.keys.head_dim, formats.values.head_dim
+        shared = formats.values.head_dim if formats.shares_pages else None
+        self.dense = DenseTokens(self.schedule.window.sinks, shared_dim=shared)
+        self.length = self.evicted = 0
+        self.positions: Any = None
+        self.step: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "step": None}  # it points to these tensors, not to a copy's
+
+    def _become(self, **changes: Any) -> None:
+        """Change attributes, all at once: an interrupt comes before it or after."""
+        vars(self).update(changes | {"step": None})
+
+    def read_as(self, formats: FormatPair, stores: tuple[PageStore, ...] | None = None) -> tuple[PageStore, ...]:
+        """Stores, these if none are given, in the forms of other formats."""
+        forms = formats.keys.form, formats.values.form
+        return tuple(store.read_as(form) for store, form in zip(stores or self.stores, forms, strict=False))
+
+    # Pages and dense tokens
+
+    @property
+    def window(self) -> Window:
+        """Which tokens stay dense around the pages."""
+        return self.schedule.window
+
+    @property
+    def page_size(self) -> int:
+        """P, tokens a page."""
+        return self.schedule.page_size
+
+    @property
+    def keys(self) -> PageStore:
+        """Folded keys; page n covers slots sinks + n·P to sinks + (n+1)·P."""
+        return self.stores[0]
+
+    @property
+    def values(self) -> PageStore:
+        """Folded values; they may be keys, read in a form of their own."""
+        return self.stores[1] if len(self.stores) > 1 else self.stores[0].read_as(self.formats.values.form)
+
+    def pages(self) -> tuple[Pages | None, Pages | None]:
+        """Storage of key and value pages, unused capacity included."""
+        return self.stores[0].storage, self.stores[-1].storage
+
+    @property
+    def batch(self) -> int:
+        """Batch rows; 0 before the first token."""
+        held = self.dense.sinks or self.dense.tail
+        if held is not None:
+            return int(held[0].shape[0])
+        return 0 if self.keys.storage is None else self.keys.storage.code.shape[0]
+
+    @property
+    def seen(self) -> int:
+        """Tokens that came."""
+        return self.length + self.evicted
+
+    @property
+    def folded_stop(self) -> int:
+        """Slot after the last folded token."""
+        return self.schedule.folded_stop(self.length, self.keys.count)
+
+    @property
+    def awaits_queries(self) -> bool:
+        """Whether `observe` has a use for queries: until the format is fitted for good."""
+        return self.formats.awaits_fit or self.fit.energy is not None
+
+    def fits_again(self, length: int) -> bool:
+        """Whether formats are to be fitted anew once all but the first `length` slots went."""
+        waits = self.fit.energy is not None and length < self.schedule.fit_tokens
+        return waits or length <= self.window.sinks  # what comes next is another prompt
+
+    # What a query reads
+
+    def sink_span(self) -> DenseSpan | None:
+        """The sinks held so far."""
+        return self.dense.sink_span(min(self.length, self.window.sinks))
+
+    def tail_span(self) -> DenseSpan | None:
+        """The tail, with the tokens of it that are folded too."""
+        return self.dense.tail_span(self.length)
+
+    def dense_span(self) -> DenseSpan | None:
+        """The tokens of the tail that are not folded: what a query of the newest token reads dense, after the sinks."""
+        if self.dense.tail is None:
+            return None
+        start, tail_start = self.schedule.page_start(self.keys.count), self.dense.tail_start
+        return DenseSpan(self.dense.tail, start, first=start - tail_start, tokens=self.length - start)
+
+    def reach(self, n: int, dense: DenseSpan | None, causal: bool) -> tuple[list[int], list[int]]:
+        """Slots up to which the newest `n` tokens read, as queries: folded, and at all.
+
+        Parameters
+        ----------
+        dense
+            What is there for them to read dense: what `append` returned.
+        causal
+            Whether a query reads nothing after itself; else a mask decides alone.
+        """
+        dense_start = self.length if dense is None else dense.start
+        return self.schedule.reads(n, self.length, self.evicted, dense_start, causal)
+
+    # Going back
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to forget all later tokens, without copies."""
+        return dict(vars(self))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be as when `state` was taken; only appends may have happened since."""
+        self._become(**state)
