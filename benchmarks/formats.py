@@ -1,6 +1,6 @@
-"""Every block format and combination of seed 004's table: bytes, bits, and what they do to SmolLM2.
+"""Every block format, and every combination in the TBQ fork's table: bytes, bits, and what they do to SmolLM2.
 
-SmolLM2 has heads of 64. Formats for 128 only are measured on Gaussian vectors. The last table is seed 002's question:
+SmolLM2 has heads of 64. Formats for 128 only are measured on Gaussian vectors. The last table asks with sanctum-mlx:
 does QJL help keys of 3 bits, and hurt those of 4?
 
     python benchmarks/formats.py [--passage 1024] [--passages 2] [--json FILE]

@@ -1,4 +1,4 @@
-"""What `import kvfold` offers, imported when it is first asked for: torch and transformers take seconds."""
+"""The names that `kvfold` offers, imported on first use: torch and transformers take seconds."""
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy

@@ -1,4 +1,4 @@
-"""Memory projections: what a cache of layers of known shapes takes, folded or dense, before anything runs."""
+"""Memory projections for caches, folded or dense, from the shapes of their layers, before anything runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from math import ceil
 
 from kvfold.cache.config import layer_configs
 from kvfold.cache.policy import Policy
-from kvfold.cache.prompt_costs import count_looked_at
+from kvfold.cache.prompt_costs import count_sampled
 from kvfold.cache.schedule import Schedule
 from kvfold.cache.shape import KINDS, LayerShape
 from kvfold.cache.tail import tail_capacity
 from kvfold.formats import FormatPair
 
 DENSE_DTYPES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
-"""Bytes of a value, by the names under which `plan` takes dense caches."""
+"""Bytes of a value in dense caches, by the names that `plan` takes for them."""
 
 BESIDE_PAGES = 2.0
 """Bytes of a value that stays dense in a layer that folds: 16 bits, whatever the model computes in."""
@@ -31,11 +31,11 @@ class PlanRow:
     bytes_per_token
         What one more token takes in a long sequence, page metadata included.
     held_bytes
-        What one sequence of the asked context takes, everything counted.
+        What one sequence of the given context takes, everything counted.
     longest_context
         Tokens of one sequence that fit into the memory.
     users
-        Sequences of the asked context that fit.
+        Sequences of the given context that fit.
     """
 
     format: str
@@ -116,7 +116,7 @@ def plan(
     Raises
     ------
     ValueError
-        If a layer's shape is not known, or no layer holds more the longer the text is.
+        If a layer's shape is not known, or no layer's cache grows with the text.
     """
     if context < 1:
         raise ValueError(f"context = {context}: give a number of tokens, 1 or more")
@@ -147,7 +147,7 @@ def _check(layers: Sequence[LayerShape]) -> None:
     for index, layer in enumerate(layers):
         if layer.kind not in KINDS:
             raise ValueError(f"layer {index} is a {layer.kind}: what it holds for each token is not known, so no plan")
-        if layer.kind != "none" and not layer.is_told:
+        if layer.kind != "none" and not layer.is_known:
             raise ValueError(
                 f"layer {index}: the config does not tell KV heads and head dimension: give --layers, --kv-heads and "
                 "--head-dim"
@@ -165,7 +165,7 @@ def _folded_bytes(pair: FormatPair, tokens: int) -> float:
 
 
 def _fit_bytes(pair: FormatPair, tokens: int, layer: LayerShape) -> int:
-    """A layer's orders of channels, and what is held of queries to find them, and bits, by."""
+    """A layer's orders of channels, and what is kept of queries to decide these and bits."""
     window, channels = pair.window, pair.keys.head_dim
     ordered = [fmt.head_dim for fmt in (pair.keys, pair.values) if fmt.awaits_fit]
     order = layer.kv_heads * sum(ordered) if tokens >= pair.fit_tokens else 0
@@ -173,7 +173,7 @@ def _fit_bytes(pair: FormatPair, tokens: int, layer: LayerShape) -> int:
         return 2 * order
     first = min(tokens, pair.fit_tokens)
     energies = layer.kv_heads * max(first - window.sinks, 0)
-    queries = layer.heads * count_looked_at(first, window.sinks) if pair.awaits_bits else 0
+    queries = layer.heads * count_sampled(first, window.sinks) if pair.awaits_bits else 0
     return 2 * (order + channels * (energies + queries))
 
 

@@ -1,4 +1,4 @@
-"""Seed 000's forward pass in plain torch, from its design document alone: what the tests hold `polar4` to.
+"""pypto-lib's forward pass in plain torch, from its design document alone: what the tests hold `polar4` to.
 
 Qwen3 layers over a cache of 4-bit indices and norms: a prompt at once, and then token by token. Queries read keys and
 values out of the cache, their own included. All is float32 except where that system rounds to bfloat16. Nothing here

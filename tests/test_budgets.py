@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold.cache.budgets import Item, Side, budgeted, choice, spread
+from kvfold.cache.budgets import Item, Stream, budgeted, choice, spread
 from kvfold.cache.calibration import KIND, Loss
 from kvfold.evaluate import evaluate_formats
 from kvfold.formats import KeyStatistics, get_formats
@@ -31,7 +31,7 @@ Ids = Callable[..., Tensor]
 kls = st.floats(0, 10, allow_subnormal=False)
 
 
-def _left(items: dict[Side, Item], bits: dict[Side, int]) -> float:
+def _left(items: dict[Stream, Item], bits: dict[Stream, int]) -> float:
     """What is lost in all, up to a factor."""
     return sum(item.loss.kl * 4.0 ** -bits[side] for side, item in items.items())
 
@@ -42,7 +42,7 @@ def test_what_a_side_can_get() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 8), kls), min_size=1, max_size=6))
 def test_the_spread_is_the_best_there_is(drawn: list[tuple[int, float]]) -> None:
-    items = {Side(i // 2, i % 2): Item(bits, Loss(kl, 192)) for i, (bits, kl) in enumerate(drawn)}
+    items = {Stream(i // 2, i % 2): Item(bits, Loss(kl, 192)) for i, (bits, kl) in enumerate(drawn)}
     got, total = spread(items), sum(item.bits for item in items.values())
     assert sum(got.values()) == total
     ranges = [choice(item.bits) for item in items.values()]
@@ -54,7 +54,7 @@ def test_the_spread_is_the_best_there_is(drawn: list[tuple[int, float]]) -> None
 
 @given(st.lists(st.tuples(st.integers(1, 8), kls, st.sampled_from([64, 192, 576])), min_size=1, max_size=20))
 def test_sides_of_several_widths_hold_no_more(drawn: list[tuple[int, float, int]]) -> None:
-    items = {Side(i, 0): Item(bits, Loss(kl, channels)) for i, (bits, kl, channels) in enumerate(drawn)}
+    items = {Stream(i, 0): Item(bits, Loss(kl, channels)) for i, (bits, kl, channels) in enumerate(drawn)}
     got = spread(items)
     held, before = (
         sum(bits * item.loss.channels for bits, item in zip(each, items.values(), strict=True))

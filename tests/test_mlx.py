@@ -210,7 +210,7 @@ def test_calibrated() -> None:
 
 
 def test_raw_reads_of_a_transposed_array_would_be_found() -> None:
-    """Seed 002's bug: what lies in the buffer of a view is in another order, and pages of it would differ."""
+    """sanctum-mlx's bug: what lies in the buffer of a view is in another order, and pages of it would differ."""
     key = _random(1, 2, 320, 64)
     raw = key.transpose(1, 2).contiguous().view(1, 2, 320, 64)
     ours, wrong = LayerCache(LayerConfig("kvfold-4")), LayerCache(LayerConfig("kvfold-4"))

@@ -1,4 +1,4 @@
-"""polar4 and polar4-u8 against seed 000: its forward pass, its roundings, its stacked cache and its rotations."""
+"""polar4 and polar4-u8 against pypto-lib: its forward pass, its roundings, its stacked cache and its rotations."""
 
 import json
 from collections.abc import Iterator

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.attention import attend
-from kvfold.cache.budgets import Item, PromptBudgets, Side, choice, spread
+from kvfold.cache.budgets import Item, PromptBudgets, Stream, choice, spread
 from kvfold.cache.calibration import Loss
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
-from kvfold.cache.prompt_costs import EVERY, FOLDED, count_looked_at, far_errors, looked_at
+from kvfold.cache.prompt_costs import EVERY, STAND_IN, count_sampled, far_errors, sampled
 from kvfold.evaluate import evaluate_formats
 from kvfold.formats import FIT_TOKENS, Window, get_format
 from kvfold.integrations.transformers.layer import FoldedLayer
@@ -66,11 +66,11 @@ def test_errors_are_those_of_far_tokens_alone() -> None:
     """Against the definition, written out query by query in float64."""
     tokens, scaling = 256, 0.2
     query, key, value = _random(2, 4, tokens, 64), _random(2, 2, tokens, 64, seed=1), _random(2, 2, tokens, 64, seed=2)
-    own = looked_at(0, WINDOW.sinks, tokens)
+    own = sampled(0, WINDOW.sinks, tokens)
     got = far_errors(query[:, :, own], key, value, WINDOW, scaling)
     folded = [key.clone(), value.clone()]
     for x, lanes in zip(folded, ("tokens", "channels"), strict=True):
-        fmt = get_format(FOLDED, 64, lanes=lanes)  # type: ignore[arg-type]
+        fmt = get_format(STAND_IN, 64, lanes=lanes)  # type: ignore[arg-type]
         x[:, :, 16:208] = fmt.unfold(fmt.fold(x[:, :, 16:208]))
     q = query[:, :, own].bfloat16().double()
     errors, power = [0.0, 0.0], 0.0
@@ -97,9 +97,9 @@ def test_the_same_queries_are_looked_at_however_they_come(chunks: list[int], sin
     stop, positions = 256, torch.arange(sum(chunks))
     got, first = [], 0
     for n in chunks:
-        got.append(positions[first : first + n][looked_at(first, sinks, stop)])
+        got.append(positions[first : first + n][sampled(first, sinks, stop)])
         first += n
-        assert sum(map(len, got)) == count_looked_at(min(first, stop), sinks)
+        assert sum(map(len, got)) == count_sampled(min(first, stop), sinks)
     assert torch.equal(torch.cat(got), positions[sinks:stop][EVERY - 1 :: EVERY])
 
 
@@ -128,7 +128,7 @@ def test_most_of_the_gain_needs_no_layer_to_come() -> None:
     """Costs as uneven as those of a real model: deviation 1.6 in the logarithm."""
     for seed in range(5):
         costs: list[tuple[float, float]] = [(k, v) for k, v in (_random(30, 2, seed=seed) * 1.6).exp().tolist()]
-        at_once = spread({Side(i, n): Item(3, Loss(own[n], 192)) for i, own in enumerate(costs) for n in (0, 1)})
+        at_once = spread({Stream(i, n): Item(3, Loss(own[n], 192)) for i, own in enumerate(costs) for n in (0, 1)})
         flat = torch.tensor(costs).flatten()
         alike, best, decided = (
             (flat * 4.0 ** -torch.tensor(bits).flatten()).sum()

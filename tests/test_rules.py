@@ -21,7 +21,7 @@ from kvfold.formats.base import Format
 from kvfold.formats.float16 import Float16
 from kvfold.formats.ggml import Ggml
 from kvfold.formats.names import get_format as fresh
-from kvfold.formats.rules import told as tell
+from kvfold.formats.rules import log_stand_in
 from kvfold.formats.tbq import TBQ
 from kvfold.quant.polar import from_pairs
 
@@ -32,7 +32,7 @@ VALUES = ("f16", "q8_0", "q4_0", "tbq3", "tbq4")
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The log, with nothing said or made before."""
-    tell.cache_clear()
+    log_stand_in.cache_clear()
     fresh.cache_clear()
     caplog.set_level(logging.WARNING, "kvfold")
     return caplog
@@ -326,7 +326,7 @@ def test_sliding_windows_stay_dense(told: pytest.LogCaptureFixture) -> None:
 def test_qjl_hurts_keys_of_3_and_4_bits(
     demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor
 ) -> None:
-    """On SmolLM2, with heads of 64, a bit of QJL signs is worse than one of codes; seed 002 found it better at 3."""
+    """On SmolLM2, with heads of 64, a bit of QJL signs is worse than one of codes; sanctum-mlx found it better at 3."""
     model, _ = demo
     assert kvfold.attach(model)
     bits = ("3", "3+qjl", "4", "4+qjl")

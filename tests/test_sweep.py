@@ -30,7 +30,7 @@ def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> S
 
 
 def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the bug of seed 002: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
+    """Plant the bug of sanctum-mlx: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
     fold = FoldedRows._fold
 
     def swapped(self: FoldedRows, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:

@@ -1,4 +1,4 @@
-"""tq3 and tq4: the 18 checks of seed 001's own program, numbered in its order, and what it says of them besides."""
+"""tq3 and tq4: the 18 checks of ggml_turboquant's own program, in its order, and what it says of them besides."""
 
 import time
 from typing import Any

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_paged import Engine, _tokens
 from torch import Tensor
 
-from kvfold.attention import attend, triton
+from kvfold.attention import BACKENDS, attend, triton
 from kvfold.cache import rows
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
@@ -130,7 +132,8 @@ def test_latent_keys_that_are_values() -> None:
 
 
 def test_long_prompts_are_read_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "QUERIES", 25)
+    some_at_a_time = {name: partial(getattr(triton, name), queries=25) for name in ("attend_rows", "attend_pool")}
+    monkeypatch.setitem(BACKENDS, "triton", SimpleNamespace(**{**vars(triton), **some_at_a_time}))
     _check("kvfold-4", 280, (60, 1))
     mask = _random(1, 6, 40, 120, seed=8) < 1
     for some in (mask, mask[:, :, :1]):

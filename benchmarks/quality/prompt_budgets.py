@@ -29,14 +29,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold.cache.budgets import Item, PromptBudgets, Side, spread, with_bits
+from kvfold.cache.budgets import Item, PromptBudgets, Stream, spread, with_bits
 from kvfold.cache.calibration import Loss
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, standard_text
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FIT_TOKENS, Window
 from kvfold.integrations.text import text_sha256
 
-Costs = dict[Side, float]
+Costs = dict[Stream, float]
 
 BY = ("alike", "turn", "at once", "others", "losses")
 
@@ -46,14 +46,14 @@ def costs_of(model: PreTrainedModel, ids: Tensor, window: Window | None = None) 
     cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
     model(ids[:, :FIT_TOKENS], past_key_values=cache, logits_to_keep=1)
     (shares,) = cache.layers[0].folded.config.budgets.shares.values()
-    return {Side(layer, n): cost for layer, share in shares.items() for n, cost in enumerate(share.costs)}
+    return {Stream(layer, n): cost for layer, share in shares.items() for n, cost in enumerate(share.costs)}
 
 
-def by_bits(format: str, bits: dict[Side, int]) -> kvfold.Policy:
+def by_bits(format: str, bits: dict[Stream, int]) -> kvfold.Policy:
     """A format with bits for each layer."""
     layers = sorted({side.layer for side in bits})
     return kvfold.Policy(
-        format, exceptions=[(layer, with_bits(format, {n: bits[Side(layer, n)] for n in (0, 1)})) for layer in layers]
+        format, exceptions=[(layer, with_bits(format, {n: bits[Stream(layer, n)] for n in (0, 1)})) for layer in layers]
     )
 
 
@@ -62,7 +62,7 @@ def in_turn(format: str, costs: Costs) -> kvfold.Policy:
     layers = sorted({side.layer for side in costs})
     budgets = PromptBudgets(dict.fromkeys(layers, format))
     for layer in layers:
-        budgets.decide(layer, 0, [costs[Side(layer, n)] for n in (0, 1)], (1, 1))
+        budgets.decide(layer, 0, [costs[Stream(layer, n)] for n in (0, 1)], (1, 1))
     return by_bits(format, {side: budgets.shares[0][side.layer].bits[side.number] for side in costs})
 
 
@@ -94,7 +94,7 @@ def main() -> None:
             model, calibrated, kvfold.calibrate(model, calibrated),
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )  # fmt: skip
-        losses = {Side(layer, n): loss.kl for layer, pair in measured.losses.items() for n, loss in enumerate(pair)}
+        losses = {Stream(layer, n): loss.kl for layer, pair in measured.losses.items() for n, loss in enumerate(pair)}
         passages = {
             (kind, number): passage
             for kind, text in texts().items()

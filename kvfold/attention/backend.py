@@ -1,7 +1,7 @@
 """Ways to compute attention over folded caches.
 
 A backend is a module, or an object, with the functions of `Backend`. To add one, write it beside
-`kvfold/attention/cpu` and name it in `BACKENDS`; `kvfold.attention.naive` is what it must agree with.
+`kvfold/attention/cpu` and name it in `BACKENDS`; it must agree with `kvfold.attention.naive`.
 """
 
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.attention import cpu, reference, triton
 from kvfold.cache.pool.layer import PagedLayer
-from kvfold.cache.pool.plan import Step
+from kvfold.cache.pool.plan import EngineStep
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
 
@@ -40,13 +40,13 @@ class Backend(Protocol):
         key: Tensor,
         value: Tensor,
         layer: PagedLayer,
-        step: Step,
+        step: EngineStep,
         *,
         scaling: float,
         softcap: float | None = None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """As `kvfold.attention.reference.attend_pool`: folds what becomes full, attends, and keeps what is left."""
+        """As `kvfold.attention.reference.attend_pool`: folds full pages, attends, and keeps unfinished ones."""
 
     def step_of(self, rows: FoldedRows) -> Any:
         """A `HeldRows.step` for rows that this backend has just read; None if it has none for them."""

@@ -1,4 +1,4 @@
-"""Attention over dense keys and values, with the options that torch's own lacks."""
+"""Attention over dense keys and values, with options that torch's attention lacks."""
 
 import torch
 from torch import Tensor

@@ -50,8 +50,8 @@ def attend(
         If given, one logit a head, (heads,), that takes part in the softmax and has no value
         (attention sinks of gpt-oss).
     backend
-        One of `kvfold.attention.BACKENDS`; None for the fastest that takes this call, with a word in the log, once, if
-        it is the reference for want of a kernel.
+        One of `kvfold.attention.BACKENDS`; None for the fastest that takes this call. If that is the reference for lack
+        of a kernel, the log says so once.
 
     Returns
     -------
@@ -84,10 +84,10 @@ def _attend(
     sink_logits: Tensor | None,
     backend: str | None,
 ) -> Tensor:
-    """`attend`, if it is no step: first the cache changes, as formats see the queries, then backends read it."""
+    """`attend` without the fast path. Formats first see the queries, which may change the cache; then backends read."""
     if query.requires_grad:
         query = query.detach()
-    if query.ndim == 4 and 0 < query.shape[2] < new.columns:  # a model that asks for its last predictions alone
+    if query.ndim == 4 and 0 < query.shape[2] < new.columns:  # a model that computes its last predictions only
         new.layer.observe(None, new)
         new = new.newest(query.shape[2])
     new.layer.observe(query, new, scaling)
@@ -133,7 +133,7 @@ _attend_outside_graphs = torch.compiler.disable(attend)
 
 
 def _of_slots(mask: Tensor, rows: FoldedRows, heads: int) -> Tensor:
-    """A mask (…, positions) as one of what is held, (batch, heads, n, length)."""
+    """A mask over positions, (…, positions), as one over held slots, (batch, heads, n, length)."""
     if rows.positions is None:
         return mask
     slots = rows.slot_positions().repeat_interleave(heads // rows.kv_heads, 1).unsqueeze(2)

@@ -1,10 +1,10 @@
 """Attention that reads a folded cache in MLX arrays, with plain operations: `reference.py` in MLX.
 
-Where there is Metal, one kernel decodes (`kvfold.kernels.mlx.decode`), and these operations are its truth.
+Where there is Metal, one kernel decodes (`kvfold.kernels.mlx.decode`), and these operations are its reference.
 
 Keys are never rotated back: q·x̂ is taken with q̃ = R⁻ᵀ·q, rotated once. Values are summed over codes, and R⁻¹ is applied
-once, to the sum. Softmax runs online over blocks of pages, each of which waits for the one before (`mx.depends`): MLX
-computes a graph by its depth, and would unpack all blocks at once. Everything is float32.
+once, to the sum. Softmax runs online over blocks of pages, each of which waits for the one before (`mx.depends`):
+MLX computes a graph by its depth, and would otherwise unpack all blocks at once. Everything is float32.
 """
 
 import logging
@@ -97,7 +97,7 @@ def attend(
     whole = out[0] if len(out) == 1 else mx.concatenate(out, -2)
     whole = whole.reshape(batch, heads, n, value_dim).astype(query.dtype)
     seen = [x for x in (rows.fit.energy, rows.fit.queries) if x is not None]
-    if seen:  # nobody else asks for them, and what they are made of would wait with them
+    if seen:  # nothing else evaluates them, so their inputs would stay in memory
         (whole,) = mx.depends([whole], seen)
     return whole
 
@@ -119,7 +119,7 @@ class Reader:
         Of each query: where it is, and the position after the last token that it reads folded.
     mask
         (batch, kv_heads, repeat, n, positions), or None for causal attention.
-    maximum, total, rotated, plain
+    maximum, total, rotated, unrotated
         The softmax so far: values from pages are summed in rotated coordinates, dense ones as they are.
     """
 
@@ -130,7 +130,7 @@ class Reader:
     maximum: mx.array | None = None
     total: mx.array | None = None
     rotated: mx.array | None = None
-    plain: mx.array | None = None
+    unrotated: mx.array | None = None
 
     @cached_property
     def _at(self) -> mx.array:
@@ -141,7 +141,7 @@ class Reader:
         return mx.array(self.folded_until)[:, None]
 
     def read(self, q: mx.array, q_rotated: mx.array, dense: DenseSpan | None) -> None:
-        """All that the queries see: sinks, pages, dense tokens."""
+        """Read all that the queries see: sinks, pages, dense tokens."""
         sinks = self.rows.sink_span()
         if sinks is not None:
             self._read_dense(q, sinks)
@@ -158,7 +158,7 @@ class Reader:
             self._read_dense(q, dense, folded_later=True)
 
     def _read_dense(self, q: mx.array, span: DenseSpan, folded_later: bool = False) -> None:
-        """Dense tokens; if they are `folded_later`, only until a query reads them folded."""
+        """Read dense tokens; with `folded_later`, each query skips those that it reads folded."""
         start, stop = span.start, span.stop
         if folded_later:
             start = max(start, self.folded_until[0])
@@ -172,13 +172,13 @@ class Reader:
         if folded_later and start < self.folded_until[-1]:
             barred = mx.arange(start, stop) < self._until
         scores = _grouped(q, key.swapaxes(-1, -2))
-        # Nobody has looked at these tokens yet: an infinite score would vanish, or hide all others.
+        # These tokens are not checked yet: an infinite score would vanish, or hide all others.
         scores = mx.where(mx.isinf(scores), mx.nan, scores)
         p = self._weights(self._visible(scores, start, stop, barred))
-        self.plain = _added(self.plain, _grouped(p, value))
+        self.unrotated = _added(self.unrotated, _grouped(p, value))
 
     def decode_pages(self, q: mx.array, kernel: Callable[..., Any] | None = None) -> None:
-        """Folded pages by one Metal kernel, for a single query a head."""
+        """Read folded pages by one Metal kernel, for a single query a head."""
         rows, tokens = self.rows, self.folded_until[-1] - self.rows.window.sinks
         if tokens <= 0:
             return
@@ -192,7 +192,7 @@ class Reader:
         self.rotated = _added(self.rotated, (summed * weight[..., None]).sum(-2))
 
     def read_pages(self, q: mx.array) -> None:
-        """Folded pages, a block of them at a time."""
+        """Read folded pages, a block of them at a time."""
         rows, size = self.rows, self.rows.page_size
         last = self.folded_until[-1]
         if self.mask is None:
@@ -210,12 +210,12 @@ class Reader:
             self.rotated = _added(self.rotated, page_outputs(p, values, rows.values.form))
 
     def _after_the_last(self, pages: Pages) -> Pages:
-        """The same pages, to be looked at after what has been read so far."""
+        """The same pages, to be computed after everything that has been read so far."""
         before = [x for x in (self.total, self.rotated) if x is not None]
         return pages.map(lambda t: mx.depends([t], before)[0]) if before else pages
 
     def _visible(self, scores: mx.array, start: int, stop: int, barred: mx.array | None) -> mx.array:
-        """Scores of the tokens from `start` to `stop`, with -inf where a query must not look."""
+        """Scores of the tokens from `start` to `stop`, with -inf where a query must not read."""
         if self.mask is None:
             if stop - 1 > self.position[0]:
                 causal = mx.arange(start, stop) > self._at
@@ -238,13 +238,13 @@ class Reader:
         return p
 
     def _rise_to(self, highest: mx.array) -> mx.array:
-        """Let all sums be relative to a maximum of at least `highest`; returns it, finite."""
+        """Raise the maximum to at least `highest`, rescale all sums to match, and return it, finite."""
         before, self.maximum = self.maximum, highest if self.maximum is None else mx.maximum(self.maximum, highest)
         # A query that has seen no key yet keeps -inf; the least number in its place makes every exp a plain 0.
         finite = mx.maximum(self.maximum, mx.finfo(mx.float32).min)
         if before is not None:
             decay = mx.exp(before - finite)
-            for name in ("total", "rotated", "plain"):
+            for name in ("total", "rotated", "unrotated"):
                 held = getattr(self, name)
                 setattr(self, name, None if held is None else held * decay)
         return finite
@@ -252,7 +252,7 @@ class Reader:
     def result(self, sink_logits: mx.array | None) -> mx.array:
         """Attention's output, (batch, kv_heads, repeat, n, value_dim)."""
         assert self.total is not None
-        total, out = self.total, self.plain
+        total, out = self.total, self.unrotated
         if sink_logits is not None:
             total = total + mx.exp(sink_logits - self.maximum)
         if self.rotated is not None:

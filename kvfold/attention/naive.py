@@ -1,4 +1,4 @@
-"""What attention over folded rows computes, as its formula has it: unfold everything, mask, softmax, sum.
+"""Attention over folded rows, computed literally by its formula: unfold everything, mask, softmax, sum.
 
 Slow and wasteful, and the truth that all backends are tested against.
 """

@@ -1,14 +1,14 @@
 """Attention of an engine's step over pages in its pool.
 
-A query at position t reads the pages before page t // P folded, and the tokens of its own page up to t dense: those
-that were there before from the tails, the others from the step itself (`kvfold.cache.pool`).
+A query at position t reads the pages before page t // P folded, and the tokens of its own page up to t dense: older
+ones from the tails, new ones from the step itself (`kvfold.cache.pool`).
 """
 
 from torch import Tensor
 
 from kvfold.attention.backend import backend_of
 from kvfold.cache.pool.layer import PagedLayer
-from kvfold.cache.pool.plan import Step
+from kvfold.cache.pool.plan import EngineStep
 
 
 class PagedAttention:
@@ -43,7 +43,7 @@ class PagedAttention:
         self.sink_logits = None if sink_logits is None else sink_logits.detach().float().contiguous()
         self._run = backend_of(backend or ("cpu" if layer.pool.pages.device.type == "cpu" else "triton"))
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, step: EngineStep) -> Tensor:
         """Fold what the step completes, attend, and keep what it leaves of unfinished pages.
 
         Parameters
@@ -63,8 +63,8 @@ class PagedAttention:
         Raises
         ------
         ValueError
-            On another shape or dtype. Also, unless the backend is "triton", if a key or value of a page that becomes
-            full is NaN or infinite, and by "cpu" if a query is. Otherwise attention over it gives NaN.
+            On another shape or dtype. Unless the backend is "triton", also if a page that becomes full holds a NaN or
+            an infinity; with "cpu", also if a query does. Otherwise attention over it gives NaN.
         """
         layer = self.layer
         kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim

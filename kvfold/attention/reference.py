@@ -1,4 +1,4 @@
-"""Attention that reads a folded cache folded, in plain torch: the truth for every kernel.
+"""Attention that reads a folded cache folded, in plain torch: the reference for every kernel.
 
 Keys are never rotated back: q·x̂ is taken with q̃ = R⁻ᵀ·q, rotated once. Values are summed over codes,
 and R⁻¹ is applied once, to the sum. Softmax runs online over blocks of keys, so no more than a block of
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.pool.layer import PagedLayer
-from kvfold.cache.pool.plan import Step
+from kvfold.cache.pool.plan import EngineStep
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats.page import PageForm, Pages, add_first
@@ -27,7 +27,7 @@ def why_not(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> None:
 
 
 def step_of(rows: FoldedRows) -> None:
-    """None: single tokens have no other way."""
+    """None: single tokens have no fast path."""
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def attend_pool(
     key: Tensor,
     value: Tensor,
     layer: PagedLayer,
-    step: Step,
+    step: EngineStep,
     *,
     scaling: float,
     softcap: float | None = None,
@@ -163,7 +163,7 @@ class _OnlineSoftmax:
     maximum: Tensor
     total: Tensor
     rotated: Tensor
-    plain: Tensor
+    unrotated: Tensor
 
     @classmethod
     def empty(
@@ -174,27 +174,27 @@ class _OnlineSoftmax:
             maximum=like.new_full((*shape, 1), -torch.inf),
             total=like.new_zeros(*shape, 1),
             rotated=like.new_zeros(*shape, code_dim),
-            plain=like.new_zeros(*shape, dim),
+            unrotated=like.new_zeros(*shape, dim),
         )
 
     def weights(self, scores: Tensor) -> Tensor:
         """Unnormalised probabilities of a block's scores (…, n, tokens), all sums rescaled to match."""
         maximum = torch.maximum(self.maximum, scores.amax(-1, keepdim=True))
-        # A query that has seen no key yet keeps -inf; 0 in its place makes every exp a plain 0.
+        # A query that has seen no key yet keeps -inf; the least number in its place makes every exp a plain 0.
         finite = maximum.clamp_min(torch.finfo(maximum.dtype).min)
         decay = torch.exp(self.maximum - finite)
         p = torch.exp(scores - finite)
         self.maximum = maximum
         self.total = self.total * decay + p.sum(-1, keepdim=True)
         self.rotated *= decay
-        self.plain *= decay
+        self.unrotated *= decay
         return p
 
     def result(self, values: PageForm, sink_logits: Tensor | None) -> Tensor:
         total = self.total
         if sink_logits is not None:
             total = total + torch.exp(sink_logits - self.maximum)
-        out = values.transform.invert(self.rotated) + self.plain
+        out = values.transform.invert(self.rotated) + self.unrotated
         return (out / total).where(self.total != 0, 0)  # what is NaN stays so
 
 
@@ -219,7 +219,7 @@ class _Reader:
     state: _OnlineSoftmax
 
     def read_dense(self, q: Tensor, span: DenseSpan, folded_later: bool = False) -> None:
-        """Dense tokens; if they are `folded_later`, only until a query reads them folded."""
+        """Read dense tokens; with `folded_later`, each query skips those that it reads folded."""
         start, stop = span.start, span.stop
         if folded_later:
             start = max(start, int(self.folded_until[0]))
@@ -232,10 +232,10 @@ class _Reader:
         token = torch.arange(start, stop, device=q.device)
         barred = token < self.folded_until.unsqueeze(-1) if folded_later else None
         scores = self._visible(_grouped(q, key.mT), token, barred)
-        self.state.plain += _grouped(self.state.weights(scores), value)
+        self.state.unrotated += _grouped(self.state.weights(scores), value)
 
     def read_pages(self, q: Tensor, rows: FoldedRows) -> None:
-        """Folded pages, a block of them at a time."""
+        """Read folded pages, a block of them at a time."""
         size, sinks = rows.page_size, rows.window.sinks
         last = int(self.folded_until[-1])
         if self.mask is None:
@@ -253,7 +253,7 @@ class _Reader:
             self.state.rotated += page_outputs(self.state.weights(scores), values, rows.values.form)
 
     def _visible(self, scores: Tensor, token: Tensor, barred: Tensor | None) -> Tensor:
-        """Soft-capped scores of `token`s, with -inf where a query must not look."""
+        """Soft-capped scores of `token`s, with -inf where a query must not read."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.mask is None:

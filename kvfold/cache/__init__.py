@@ -1,1 +1,1 @@
-"""Folded caches: pages, the dense window around them, and who folds what."""
+"""Folded caches: pages, the dense window around them, and what each layer folds into."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.cache.budgets import bits_in, with_bits
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.held import HeldRows
-from kvfold.cache.prompt_costs import count_looked_at, far_errors
+from kvfold.cache.prompt_costs import count_sampled, far_errors
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats import FormatPair
 from kvfold.formats.base import OutOfRange
@@ -72,8 +72,8 @@ class Appended:
     columns
         New columns.
     spans
-        For each of the layer's groups, the dense tokens that the new queries may read; None for those that are held,
-        after a `HeldRows.step`.
+        For each of the layer's groups, the dense tokens that the new queries may read. None after a `HeldRows.step`:
+        `dense` then takes those that the rows hold.
     observed
         Whether `observe` has seen their queries. Layers that share a cache attend more than once.
     """
@@ -97,7 +97,7 @@ class Appended:
         return not self.observed and any(group.rows.awaits_queries for group in self.layer.groups)
 
     def newest(self, columns: int) -> "Appended":
-        """Only the last `columns` of these, for queries of which there are no more."""
+        """Only the last `columns` of these, if only they have queries."""
         return replace(self, first_column=self.first_column + self.columns - columns, columns=columns)
 
     @property
@@ -122,10 +122,10 @@ class HeldLayer(ABC):
     groups
         The rows of the batch that have had a token.
     takes_steps
-        Whether all rows are in one group, and their queries go to attention as they are, so that a `HeldRows.step` may
-        take a token; nobody observes its query then.
+        Whether a `HeldRows.step` may take a token, whose query `observe` then does not see: all rows are in one group,
+        and attention takes their queries unchanged.
     newest_queries
-        (batch, heads, tokens, key_dim), of the newest columns, for whoever evicts by them; None if none are kept.
+        (batch, heads, tokens, key_dim), of the newest columns, for eviction policies; None if none are kept.
     """
 
     groups: list[RowGroup[Any]]
@@ -147,7 +147,7 @@ class HeldLayer(ABC):
         if self.config.budgets is not None:
             self.config.budgets.shares.clear()
         self.newest_queries: Tensor | None = None
-        self._fits: tuple[object, ...] | None = None  # what `_check` had nothing to say of last
+        self._fits: tuple[object, ...] | None = None  # shapes, dtypes and devices that `_check` accepted last
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 
@@ -161,7 +161,7 @@ class HeldLayer(ABC):
 
     @abstractmethod
     def observe(self, query: Any, new: Appended, scaling: float | None = None) -> None:
-        """Show the queries of the tokens just appended to formats that go by them; then attention may read."""
+        """Show the queries of the tokens just appended to formats that are fitted to them; then attention may read."""
 
     @property
     def folded_as(self) -> str:
@@ -175,25 +175,25 @@ class HeldLayer(ABC):
     def _allot(
         self, padding: int, scaling: float | None, queries: Tensor | None, key: Tensor, value: Tensor
     ) -> FormatPair:
-        """The formats, not fitted, with bits by the first tokens of the rows with this padding."""
+        """The formats, not fitted, with bits that the first tokens of the rows with this padding decide."""
         budgets = self.config.budgets
         assert budgets is not None
         assert self._formats is not None
         window, costs = self._formats.window, None
-        if queries is not None and queries.shape[2] == count_looked_at(key.shape[2], window.sinks):
+        if queries is not None and queries.shape[2] == count_sampled(key.shape[2], window.sinks):
             costs = far_errors(queries, key, value, window, scaling)
         names = budgets.decide(self.index, padding, costs, [x.shape[1] * x.shape[3] for x in (key, value)])
         return self.config.formats_named(names, key.shape[3], value.shape[3])
 
     def _explained(self, error: ValueError) -> ValueError:
-        """An error of rows as one of this layer."""
+        """An error that rows raised, as one that names this layer."""
         what = str(error)
         if isinstance(error, OutOfRange):
             what = f"{what.partition(':')[0]}; {self.config.kept_dense}"
         return ValueError(f"layer {self.index}: {what}")
 
     def check_crop(self, columns: int) -> None:
-        """Raise ValueError if tokens were evicted from what a crop to `columns` columns would go back to."""
+        """Raise ValueError if a crop to `columns` columns would go back to where tokens were evicted."""
         whole_from = max(
             (group.padding + group.rows.whole_from for group in self.groups if group.rows.evicted), default=0
         )
@@ -205,7 +205,7 @@ class HeldLayer(ABC):
 
     @in_no_mode
     def crop(self, columns: int) -> int:
-        """Keep the first `columns` columns; return the count of `crop` of its rows for the row that lost most.
+        """Keep the first `columns` columns; return the largest count that its rows' `crop` returns.
 
         Raises
         ------
@@ -235,7 +235,7 @@ class HeldLayer(ABC):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What keys are rounded to before they are held; None before the first token."""
+        """The dtype that keys are rounded to before they are stored; None before the first token."""
         return None if self._like is None else self._like[0].dtype
 
     @property
@@ -264,11 +264,11 @@ class HeldLayer(ABC):
 
     @property
     def evicted_count(self) -> int:
-        """Tokens of all rows that each head has forgotten."""
+        """Tokens that each head has forgotten, summed over rows."""
         return sum(group.count * group.rows.evicted for group in self.groups)
 
     def own(self) -> list[object]:
-        """What holds this layer's own tensors: pages, dense tokens, row indices."""
+        """Objects that hold this layer's own tensors: pages, dense tokens, row indices."""
         return [
             (
                 group.batch_rows,
@@ -283,5 +283,5 @@ class HeldLayer(ABC):
         ]
 
     def tables(self) -> list[object]:
-        """What holds tables, most of which other layers share."""
+        """Objects that hold tables, most of which other layers share."""
         return [self.config.statistics, *((group.rows.formats, group.rows.fit.formats) for group in self.groups)]

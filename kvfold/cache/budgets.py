@@ -1,12 +1,12 @@
 """Bits of each layer's keys and values, by what folding them costs the model.
 
-Layers differ more than formats do: in SmolLM2 the same two bits for a layer's keys cost a hundred times as much KL in
-one layer as in another (docs/quality.md). Folding one side of one layer with b bits costs about a·4^−b, the error's
-power, and small costs add up. So of a fixed sum of bits each goes to where it takes away most: reverse water-filling
+Layers differ more than formats do: in SmolLM2, two bits for keys cost a hundred times as much KL in one layer as in
+another (docs/quality.md). Folding one side of one layer with b bits costs about a·4^−b, the error's power, and small
+costs add up. So each bit of a fixed total goes to the side where it lowers the cost most: reverse water-filling
 (Cover and Thomas, Elements of Information Theory, 10.3.3), with whole bits.
 
-Costs are a calibration's, all known before the first token (`budgeted`), or the prompt's own, known layer after layer
-as it is read (`PromptBudgets`).
+Costs come from a calibration, which knows them all before the first token (`budgeted`), or from the prompt, layer
+after layer as it is read (`PromptBudgets`).
 """
 
 import re
@@ -20,17 +20,17 @@ from kvfold.cache.policy import Policy
 from kvfold.formats import PRESETS, check_names
 
 REACH = 1
-"""How many bits more or less than the format's a side may get. One takes most of the gain, and keeps a measurement on
-one kind of text from deciding too much on others."""
+"""How many bits a side may get above or below its format's. One brings most of the gain, and limits how much a
+measurement on one kind of text decides for others."""
 
 MOST = 5
-"""Most bits that a side is raised to: of formats up to `kvfold-5`, CPU kernels multiply codes as integers, and others
-take several times as long (docs/performance.md). Sides that have so many by their name, or more, keep those."""
+"""Most bits that a side is raised to. CPU kernels multiply codes of formats up to `kvfold-5` as integers; others take
+several times as long (docs/performance.md). A side whose format's name has this many bits, or more, keeps them."""
 
 _FAMILY = re.compile(r"kvfold-([1-8])(@[0-9]+)?")
 
 
-class Side(NamedTuple):
+class Stream(NamedTuple):
     """A layer's keys (0) or values (1)."""
 
     layer: int
@@ -38,16 +38,16 @@ class Side(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One side: the bits that its format's name has, and what it costs."""
+    """One side: the bits in its format's name, and what folding it costs."""
 
     bits: int
     loss: Loss
 
 
 class Share(NamedTuple):
-    """What one layer got: costs of its keys and values, if known, bits of those of kvfold's family, and what it left.
+    """What one layer got: costs of its keys and values, if known; bits of its sides in kvfold's family; bits left over.
 
-    What is left is bits times numbers of a token.
+    `left` counts bits times numbers of a token.
     """
 
     costs: tuple[float, ...]
@@ -55,24 +55,24 @@ class Share(NamedTuple):
     left: int
 
 
-def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
-    """Bits of each side, of those that it can get (`choice`), with no larger sum over all numbers held.
+def spread(items: Mapping[Stream, Item], spare: int = 0) -> dict[Stream, int]:
+    """Bits of each side, within its `choice`, without raising the total over all numbers held.
 
-    Costs fall by three quarters with each bit, so taking the best step first is best in the end when all sides hold
-    as many numbers.
+    Each bit lowers a cost by three quarters, so taking the best step first is optimal if all sides hold equally many
+    numbers.
 
     Parameters
     ----------
     items
         The sides.
     spare
-        Bits that others left over, counted as the sum is: bits times numbers of a token.
+        Bits left over elsewhere, in the total's unit: bits times numbers of a token.
     """
     bits = {side: choice(item.bits)[0] for side, item in items.items()}
     left = spare + sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
 
-    def step(place: int, side: Side) -> tuple[float, int, int, Side]:
-        """Comes before others if one bit more takes away more; of equals the side that is furthest below its own."""
+    def step(place: int, side: Stream) -> tuple[float, int, int, Stream]:
+        """Heap entry: largest gain of one more bit first; of equals, the side furthest below its format's bits."""
         base, loss = items[side]
         return -max(loss.kl, 0.0) * 4.0 ** -bits[side] / loss.channels, bits[side] - base, place, side
 
@@ -89,13 +89,12 @@ def spread(items: Mapping[Side, Item], spare: int = 0) -> dict[Side, int]:
 
 
 def choice(bits: int) -> range:
-    """What a side can get that has so many bits by its name: within `REACH` of them, from 1 to `MOST`."""
+    """Bits that a side may get if its format's name has `bits`: within `REACH` of them, from 1 to `MOST`."""
     return range(bits, bits + 1) if bits >= MOST else range(max(1, bits - REACH), min(MOST, bits + REACH) + 1)
 
 
 def bits_in(names: str) -> dict[int, int]:
-    """Bits in the names of a layer's formats, of keys (0) and values (1); of kvfold's family, others have no
-    neighbours."""
+    """Bits in the format names of keys (0) and values (1), of kvfold's family only: others have no neighbours."""
     found = enumerate(_FAMILY.fullmatch(PRESETS.get(name, name)) for name in check_names(names))
     return {number: int(match[1]) for number, match in found if match}
 
@@ -109,12 +108,12 @@ def with_bits(names: str, bits: Mapping[int, int]) -> str:
 
 
 def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -> Policy:
-    """The policy with the bits of its kvfold formats where layers ask for them, by a calibration's losses.
+    """The policy, with bits of its kvfold formats moved to the layers that need them, by a calibration's losses.
 
     Parameters
     ----------
     policy
-        Layers that it names an exception for keep that; sides in other formats than kvfold's keep theirs.
+        Layers with an exception keep it; sides in formats of other families than kvfold's keep theirs.
     calibration
         With `losses`; without them, or without a calibration, the policy stays as it is.
     num_layers
@@ -130,7 +129,7 @@ def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -
         names[layer] = format
         for number, loss in enumerate(losses):
             if number in (asked := bits_in(format)):
-                items[Side(layer, number)] = Item(asked[number], loss)
+                items[Stream(layer, number)] = Item(asked[number], loss)
     by_layer: dict[int, dict[int, int]] = {}
     for side, bits in spread(items).items():
         by_layer.setdefault(side.layer, {})[side.number] = bits
@@ -144,11 +143,12 @@ def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -
 
 
 class PromptBudgets:
-    """Bits of a cache's layers by what a sequence's first tokens tell, decided layer after layer.
+    """Bits of a cache's layers by the costs that a sequence's first tokens show, decided layer after layer.
 
-    When a layer has read the first tokens, it and the layers before are known. Those to come are taken to be like them:
-    their costs are quantiles of the known ones. The bits that are left over are spread among this layer and those, this
-    one's are its own for good. So the sum is kept, or, where layers differ in KV heads, about kept.
+    Once a layer has read the first tokens, its costs and those of the layers before it are known. Later layers are
+    assumed to be alike: their costs are quantiles of the known ones. The bits left over are spread among this layer and
+    the later ones, and this layer keeps its share for good. So the total is kept, or about kept where layers differ in
+    KV heads.
 
     Parameters
     ----------
@@ -158,10 +158,10 @@ class PromptBudgets:
     Attributes
     ----------
     formats
-        They.
+        As above, with those that joined.
     shares
-        What layers got last, by the padding of the sequences that it was for, and by index. All layers are decided in
-        the same forward pass, one after the other, so those before a layer always are of its own pass.
+        What layers got last, by the sequences' padding, then by layer index. One forward pass decides all layers in
+        order, so the entries before a layer always come from the same pass.
     """
 
     def __init__(self, formats: Mapping[int, str]) -> None:
@@ -172,7 +172,7 @@ class PromptBudgets:
     def join(self, formats: Mapping[int, str]) -> None:
         """Let these layers take part, too."""
         self.formats = dict(sorted((self.formats | dict(formats)).items()))
-        self._asked = {Side(i, n): bits for i, names in self.formats.items() for n, bits in bits_in(names).items()}
+        self._asked = {Stream(i, n): bits for i, names in self.formats.items() for n, bits in bits_in(names).items()}
 
     def decide(self, layer: int, padding: int, costs: Sequence[float] | None, channels: Sequence[int]) -> str:
         """Names of the formats of a layer with the bits that it gets.
@@ -184,8 +184,8 @@ class PromptBudgets:
         padding
             Of the sequences.
         costs
-            What folding its keys, and its values, costs: of one unit and one number of bits for all sides. None: not
-            known, so it gets the bits of its format.
+            What folding its keys, and its values, costs, in a unit and at a number of bits common to all sides. None:
+            not known, so it gets the bits of its format.
         channels
             Numbers that a token has in each: KV heads times coordinates.
         """
@@ -212,11 +212,11 @@ class PromptBudgets:
 def prompt_budgets(
     policy: Policy, calibration: Calibration | None, num_layers: int, folding: Iterable[int]
 ) -> PromptBudgets | None:
-    """What gives bits to those of the `folding` layers that the policy has no exception for; None if there are none.
+    """Budgets of those `folding` layers that have no exception in the policy; None if no layer takes part.
 
-    With a calibration there are none: layers are fitted before the first token. Nor are there where keys are of another
-    family than kvfold's, which fold token by token, from the first on; nor where no bit could go from one side to
-    another, as in kvfold-1, and in kvfold-5 and above.
+    With a calibration none does: layers are fitted before the first token. Nor do layers whose keys are of another
+    family than kvfold's: most of those fold token by token, from the first on. Nor is there anything to decide where no
+    bit can move between sides, as in kvfold-1, and in kvfold-5 and above.
     """
     if not policy.budgets or calibration is not None:
         return None

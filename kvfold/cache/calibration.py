@@ -19,7 +19,7 @@ NAMES = ("query_energy", "key_variance")
 
 
 PAGE_SIZE = 64
-"""Keys count as they differ within a page of this size, whatever the format's: their order hardly depends on it."""
+"""The keys' variance is taken within pages of this size, whatever the format's: their order hardly depends on it."""
 SINKS = 16
 """The first tokens of a text are outliers, and mostly stay dense: they do not count."""
 
@@ -27,7 +27,7 @@ SHORTEST = SINKS + PAGE_SIZE
 """Tokens of the shortest passage that counts."""
 
 LOSS_BITS = 2
-"""Bits at which losses are measured: few, so that they are large beside what rounding does."""
+"""Bits at which losses are measured: few, so that losses are large beside rounding errors."""
 
 
 class Loss(NamedTuple):
@@ -46,7 +46,7 @@ class Loss(NamedTuple):
 
 
 class Observed:
-    """Adds up what the keys and queries of one layer are like."""
+    """Sums up statistics of one layer's keys and queries."""
 
     def __init__(self) -> None:
         self._energy: Tensor | float = 0.0  # Σ q², (kv_heads, head_dim)
@@ -56,7 +56,7 @@ class Observed:
         self._pages = 0
 
     def add(self, query: Tensor, key: Tensor, *, begins: bool = True) -> None:
-        """Add tokens of one text; keys count by whole pages of them.
+        """Add tokens of one text; the keys' variance counts whole pages only.
 
         Parameters
         ----------
@@ -103,7 +103,7 @@ class Observed:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What a format that is fitted goes by, in the place of each prompt's own first tokens.
+    """Statistics that fitted formats use in place of each prompt's own first tokens.
 
     Attributes
     ----------
@@ -112,8 +112,8 @@ class Calibration:
     about
         What they were measured on: model_type, text_sha, tokens.
     losses
-        What folding each layer's keys and values costs (latents: both in one), by the layer's index; bits go by it.
-        Empty: all layers get as many, and a prompt is not asked either.
+        What folding each layer's keys and values costs (latents: both in one), by the layer's index; it decides their
+        bits. Empty: all layers keep their formats' bits, whatever the prompt.
     """
 
     layers: Mapping[int, KeyStatistics]
@@ -172,7 +172,7 @@ class Calibration:
 
 
 def _losses(pairs: Tensor, damaged: str) -> tuple[Loss, ...]:
-    """Losses of a layer's sides, from what a file has; raise if it has something else."""
+    """Losses of a layer's sides, from a tensor in a file; raises ValueError if it is malformed."""
     right = pairs.ndim == 2 and pairs.shape[0] in (1, 2) and pairs.shape[1] == 2
     if not right or not pairs.isfinite().all() or (pairs[:, 1] < 1).any():
         raise ValueError(damaged)

@@ -1,7 +1,7 @@
-"""Folded tokens that go, physically: what stays moves together, in storage of its own.
+"""Evicting folded tokens physically: those that stay are moved together, in new storage.
 
-Attention asks for no order, as RoPE has turned every key by its own position. So what stays moves as little as it can:
-only into the places that became free.
+Attention needs no order, as RoPE has turned every key by its own position. So tokens move as little as possible: only
+into the places that became free.
 """
 
 import torch
@@ -12,7 +12,7 @@ from kvfold.formats import Format
 
 
 def keep_pages(stores: tuple[PageStore, ...], keep: Tensor) -> tuple[tuple[PageStore, ...], Tensor]:
-    """Stores without the pages that go, and slots of the tokens of those that stay.
+    """Stores without the evicted pages, and former slots of the kept pages' tokens.
 
     Parameters
     ----------
@@ -34,18 +34,18 @@ def keep_pages(stores: tuple[PageStore, ...], keep: Tensor) -> tuple[tuple[PageS
 def keep_tokens(
     stores: tuple[PageStore, ...], formats: tuple[Format, ...], keep: Tensor, held: int
 ) -> tuple[tuple[PageStore, ...], Tensor]:
-    """Stores without the tokens that go, and slots of those that stay.
+    """Stores without the evicted tokens, and former slots of the kept ones.
 
-    Tokens keep their codes where pages have neither centres nor channel scales. Where one side has, all pages from the
-    first that loses a token are folded once more, and both sides keep their order.
+    Tokens keep their codes if pages have neither centres nor channel scales. If one side has them, all its pages from
+    the first that loses a token are folded once more, and both sides keep their order.
 
     Parameters
     ----------
     formats
         Of each store.
     keep
-        For the tokens of the first pages, bool, (batch, heads, tokens), True equally often for each head, and for whole
-        pages of tokens where pages are folded once more. All after them stay.
+        For the tokens of the first pages, bool, (batch, heads, tokens), True equally often for each head; if pages are
+        folded once more, as often as fills whole pages. All after them stay.
     held
         Tokens that the stores hold.
     """
@@ -64,10 +64,10 @@ def keep_tokens(
 
 
 def fill_holes(keep: Tensor, after: int = 0) -> Tensor:
-    """What comes to lie where: int64, (batch, heads, kept + after).
+    """The unit that moves to each place: int64, (batch, heads, kept + after).
 
-    Units that are kept and lie among the first `kept` stay; the others go, in their order, to the places that became
-    free there. `after` units follow, all kept, and stay in order.
+    Kept units among the first `kept` stay. The other kept ones move, in order, to the places that became free there.
+    `after` more units follow, all kept, in order.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def fill_holes(keep: Tensor, after: int = 0) -> Tensor:
     kept = int(keep[0, 0].sum())
     index = torch.arange(kept, device=keep.device).repeat(batch, heads, 1)
     unit = torch.arange(units, device=keep.device).expand_as(keep)
-    index[~keep[..., :kept]] = unit[..., kept:][keep[..., kept:]]  # both head by head, and equally many of each
+    index[~keep[..., :kept]] = unit[..., kept:][keep[..., kept:]]  # both run head by head, equally many each
     return torch.cat((index, torch.arange(units, units + after, device=keep.device).expand(batch, heads, after)), -1)
 
 
@@ -105,12 +105,12 @@ def _moved_tokens(store: PageStore, index: Tensor) -> PageStore:
     moved = store.holding(held, count)
     if not count:
         return moved
-    # What lies after the last token is a copy of it, until it is cleared.
+    # Slots after the last token get copies of it, which are cleared below.
     by_page = torch.cat((index, index[..., -1:].expand(-1, -1, count * size - kept)), -1).unflatten(-1, (-1, size))
     own = torch.arange(count * size, device=index.device).view(count, size)
     pages = (by_page != own).any(-1).any(0).any(0).nonzero()[:, 0]
     if len(pages):
-        first = int(pages[0])  # nothing comes from before
+        first = int(pages[0])  # no token comes from before
         source = by_page[:, :, pages].flatten(2) - first * size
 
         def moved_part(part: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ def _moved_tokens(store: PageStore, index: Tensor) -> PageStore:
 
 
 def _folded_again(store: PageStore, format: Format, index: Tensor, pages: int) -> PageStore:
-    """A store in which the tokens of slots `index`, whole pages of them, stand in the place of the first `pages` pages.
+    """A store whose first `pages` pages are replaced by the tokens of slots `index`, which fill whole pages.
 
-    For pages with a centre or channel scales, which are made for the tokens of a page: each time adds an error. Pages
-    before the first token that moves stay as they are.
+    For pages with a centre or channel scales, which fit the tokens of one page only. Each folding adds an error, so
+    pages before the first token that moves stay as they are.
     """
     size = store.form.page_size
     kept = index.shape[-1] // size

@@ -1,4 +1,4 @@
-"""What each layer's cache is told before its first token."""
+"""Settings of each layer's cache, fixed before its first token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,16 +27,16 @@ class LayerConfig:
     window
         What stays dense; None: what the formats say.
     statistics
-        What a format that is fitted goes by; None: it waits for those of each sequence's first tokens.
+        Statistics for formats that are fitted; None: these wait for those of each sequence's first tokens.
     frequencies
-        RoPE's ω_f, for formats that turn keys back; None: not known.
+        RoPE's ω_f, for formats that undo RoPE on keys; None: not known.
     values_of_keys
         Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
     sharpen
         Whether attention scales scores as the keys' format says (`Format.sharpness`).
     budgets
-        What gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format.
-        Rows of a batch with as much padding share them.
+        Gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format. Rows
+        of a batch with equal padding share them.
     """
 
     format: str
@@ -50,7 +50,7 @@ class LayerConfig:
     budgets: PromptBudgets | None = None
 
     def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
-        """The formats that each sequence starts with: not fitted, and without bits of a share.
+        """The formats that each sequence starts with: not fitted, and awaiting bits if there are `budgets`.
 
         Raises
         ------
@@ -61,7 +61,7 @@ class LayerConfig:
         return pair if self.budgets is None else replace(pair, awaits_bits=True)
 
     def formats_named(self, names: str, key_dim: int, value_dim: int) -> FormatPair:
-        """Formats of these names, as `formats_of`, for a layer whose first tokens gave it bits."""
+        """As `formats_of`, but of these names, for a layer whose bits the first tokens have decided."""
         pair = get_formats(names, key_dim, value_dim, self.window, values_of_keys=self.values_of_keys)
         if self.sharpen and pair.keys.sharpness(torch.ones(1)) is None:
             raise ValueError(
@@ -71,7 +71,7 @@ class LayerConfig:
         return pair.at(self.index, self.frequencies)
 
     def calibrated(self, formats: FormatPair, kv_heads: int, key_dim: int) -> FormatPair:
-        """`formats` fitted to `statistics`, if there are any and they wait for some.
+        """`formats`, fitted to `statistics` if there are any and the formats await a fit.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class LayerConfig:
         return formats.with_formats(formats.keys.fitted(self.statistics), formats.values)
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What numbers of a dtype are rounded to before they are held."""
+        """The dtype that numbers of `dtype` are rounded to before they are stored."""
         if self.dense_dtype is not None:
             return self.dense_dtype
         return dtype if dtype.itemsize == 2 else torch.float16
@@ -122,12 +122,12 @@ def layer_configs(
     policy, calibration, dense_dtype, sharpen
         As `kvfold.FoldedCache` takes them.
     frequencies
-        Asked for layers whose format turns keys back.
+        Called for layers whose format undoes RoPE on keys.
 
     Raises
     ------
     ValueError
-        If a format does not fit a layer, or the calibration has not seen one that goes by it.
+        If a format does not fit a layer, or the calibration lacks a layer that needs it.
     """
     policy = budgeted(policy, calibration, len(shapes))
     full = [index for index, shape in enumerate(shapes) if shape.kind == "full"]
@@ -140,18 +140,18 @@ def layer_configs(
         config = LayerConfig(
             format, index, dense_dtype, policy.window,
             statistics=None if calibration is None else calibration.layers.get(index),
-            values_of_keys=shape.kind == "latent" and shape.is_told,
+            values_of_keys=shape.kind == "latent" and shape.is_known,
             sharpen=sharpen,
             budgets=budgets if budgets is not None and index in budgets.formats else None,
         )  # fmt: skip
-        configs[index] = _checked(config, shape, calibration, frequencies) if shape.is_told else config
+        configs[index] = _checked(config, shape, calibration, frequencies) if shape.is_known else config
     return configs
 
 
 def _checked(
     config: LayerConfig, shape: LayerShape, calibration: Calibration | None, frequencies: Frequencies
 ) -> LayerConfig:
-    """A config whose formats fit its layer, with RoPE's frequencies if they ask for them."""
+    """`config`, with RoPE's frequencies if its formats need them; raises ValueError if they do not fit the layer."""
     keys = config.formats_of(*shape.folded_dims).keys
     if keys.turns_back:
         config = replace(config, frequencies=frequencies(config.index, config.format))

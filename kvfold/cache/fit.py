@@ -1,4 +1,4 @@
-"""What formats that are fitted to a prompt see of its first tokens, and what they make of it."""
+"""Fitting formats to a prompt: what is kept of its first tokens, and the formats that result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,30 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.cache.prompt_costs import count_looked_at, looked_at
+from kvfold.cache.prompt_costs import count_sampled, sampled
 from kvfold.cache.schedule import Schedule
 from kvfold.formats import FormatPair, KeyStatistics
 
 Allot = Callable[[Tensor | None, Tensor, Tensor], FormatPair]
-"""Gives formats that await bits theirs, by `PromptFit.queries` of the first tokens, and by their keys and values."""
+"""Decides the bits of formats that await them, from `PromptFit.queries`, keys and values of the first tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptFit:
-    """Queries of a sequence's first tokens, as far as its formats go by them.
+    """What a sequence's formats need of its first tokens' queries.
 
     Attributes
     ----------
     formats
         Those that the sequence began with, not fitted.
     schedule
-        Their moments of folding.
+        When tokens fold.
     energy
         q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch,
-        kv_heads, tokens, key_dim). Kept until no crop that leaves no trace can go back behind the fit; else None.
+        kv_heads, tokens, key_dim). Kept while a crop without a trace can go back to before the fit; else None.
     queries
-        Some of those queries themselves (`prompt_costs.looked_at`), bfloat16, kept as long, if the formats await bits
-        by them.
+        Some of those queries themselves (`prompt_costs.sampled`), bfloat16, if formats await bits; kept equally long.
     """
 
     formats: FormatPair
@@ -44,15 +43,15 @@ class PromptFit:
         return self.formats.awaits_bits
 
     def counted(self, first: int) -> slice:
-        """Of tokens from position `first` on those whose energies count."""
+        """The tokens whose energies count, as a slice of those from position `first` on."""
         return slice(max(self.schedule.window.sinks - first, 0), max(self.schedule.fit_tokens - first, 0))
 
-    def looked_at(self, first: int) -> slice:
-        """Of tokens from position `first` on those whose queries are kept."""
-        return looked_at(first, self.schedule.window.sinks, self.schedule.fit_tokens)
+    def sampled(self, first: int) -> slice:
+        """The tokens whose queries are kept, as a slice of those from position `first` on."""
+        return sampled(first, self.schedule.window.sinks, self.schedule.fit_tokens)
 
     def with_more(self, energy: Any, queries: Any, join: Callable[[tuple[Any, Any], int], Any]) -> "PromptFit":
-        """With what more tokens add to `energy` and `queries` (None: nothing), put behind what is there by `join`."""
+        """With more tokens' `energy` and `queries` (None: nothing to add), which `join` puts behind those held."""
         energy = energy if self.energy is None else join((self.energy, energy), 2)
         if self.queries is not None:
             queries = self.queries if queries is None else join((self.queries, queries), 2)
@@ -67,9 +66,9 @@ class PromptFit:
     def cropped(self, length: int) -> "PromptFit":
         """What is left when all but the first `length` slots go."""
         sinks = self.schedule.window.sinks
-        if self.energy is None or length <= sinks:  # what comes next is another prompt, or all was fitted for good
+        if self.energy is None or length <= sinks:  # the next tokens are another prompt, or the fit is final
             return replace(self, energy=None, queries=None)
-        queries = None if self.queries is None else self.queries[:, :, : count_looked_at(length, sinks)]
+        queries = None if self.queries is None else self.queries[:, :, : count_sampled(length, sinks)]
         return replace(self, energy=self.energy[:, :, : length - sinks], queries=queries)
 
     def map(self, change: Callable[[Any], Any]) -> "PromptFit":
@@ -80,7 +79,7 @@ class PromptFit:
     def fitted(
         self, key: Tensor, value: Tensor, energy: Tensor, queries: Tensor | None, allot: Allot | None
     ) -> FormatPair:
-        """Formats by the first `fit_tokens` tokens.
+        """The formats, fitted to the first `fit_tokens` tokens.
 
         Parameters
         ----------
@@ -89,7 +88,7 @@ class PromptFit:
         energy, queries
             What is held of their queries, as tensors.
         allot
-            Gives formats that await bits theirs.
+            Decides the bits of formats that await them.
         """
         formats = self.formats
         if formats.awaits_bits:
@@ -108,5 +107,5 @@ def energy_of(query: Tensor, kv_heads: int) -> Tensor:
 
 
 def energy_of_unknown(key: Tensor, n: int) -> Tensor:
-    """The energy of `n` queries that nobody knows: all channels of the keys count as read alike."""
+    """The energy of `n` unknown queries: the same for all channels, so that all count alike."""
     return torch.ones(*key.shape[:2], n, key.shape[-1], dtype=torch.bfloat16, device=key.device)

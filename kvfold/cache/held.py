@@ -14,9 +14,9 @@ from kvfold.formats.page import Pages
 class HeldRows:
     """Keys and values of one layer for batch rows that hold equally many tokens.
 
-    Positions count a row's own tokens from 0. Tokens that were evicted leave no gap: what is held lies in slots, which
-    also count from 0, and slot and position are the same until then. After it, `positions` tells those of the oldest
-    folded tokens, and all that follow are further on by what was evicted.
+    Positions count a row's own tokens from 0. Held tokens lie in slots, which also count from 0 and have no gaps. Slot
+    and position are equal until tokens are evicted. After that, `positions` has the positions of the oldest folded
+    tokens, and all later tokens are at slot + `evicted`.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class HeldRows:
     schedule
         When tokens fold.
     fit
-        What formats that are fitted have seen of the prompt.
+        What fitted formats have seen of the prompt.
     stores
         Folded pages of keys and of values; of keys alone if values are a view of them.
     dense
@@ -42,8 +42,8 @@ class HeldRows:
         Those of the first folded tokens, int32, (batch, kv_heads, tokens); all after them are at slot + `evicted`. None
         if nothing was evicted.
     step
-        What appends a token and attends with its query while all else here stays as it is: attention makes it, and
-        `_become` drops it.
+        A fast path that appends a token and attends with its query, valid while nothing else here changes. Attention
+        makes it, and `_become` drops it.
     """
 
     dense: DenseTokens
@@ -68,11 +68,11 @@ class HeldRows:
         return {**vars(self), "step": None}  # it points to these tensors, not to a copy's
 
     def _become(self, **changes: Any) -> None:
-        """Change attributes, all at once: an interrupt comes before it or after."""
+        """Change attributes all at once, so that an interrupt comes before or after."""
         vars(self).update(changes | {"step": None})
 
     def read_as(self, formats: FormatPair, stores: tuple[PageStore, ...] | None = None) -> tuple[PageStore, ...]:
-        """Stores, these if none are given, in the forms of other formats."""
+        """`stores`, by default those held, in the forms of other formats."""
         forms = formats.keys.form, formats.values.form
         return tuple(store.read_as(form) for store, form in zip(stores or self.stores, forms, strict=False))
 
@@ -95,7 +95,7 @@ class HeldRows:
 
     @property
     def values(self) -> PageStore:
-        """Folded values; they may be keys, read in a form of their own."""
+        """Folded values; they may be the keys' pages, read in another form."""
         return self.stores[1] if len(self.stores) > 1 else self.stores[0].read_as(self.formats.values.form)
 
     def pages(self) -> tuple[Pages | None, Pages | None]:
@@ -126,9 +126,9 @@ class HeldRows:
         return self.formats.awaits_fit or self.fit.energy is not None
 
     def fits_again(self, length: int) -> bool:
-        """Whether formats are to be fitted anew once all but the first `length` slots went."""
+        """Whether formats must be fitted anew after a crop to the first `length` slots."""
         waits = self.fit.energy is not None and length < self.schedule.fit_tokens
-        return waits or length <= self.window.sinks  # what comes next is another prompt
+        return waits or length <= self.window.sinks  # the next tokens are another prompt
 
     # What a query reads
 
@@ -137,7 +137,7 @@ class HeldRows:
         return self.dense.sink_span(min(self.length, self.window.sinks))
 
     def tail_span(self) -> DenseSpan | None:
-        """The tail, with the tokens of it that are folded too."""
+        """The tail, including tokens that are also folded."""
         return self.dense.tail_span(self.length)
 
     def dense_span(self) -> DenseSpan | None:
@@ -145,15 +145,15 @@ class HeldRows:
         if self.dense.tail is None:
             return None
         start, tail_start = self.schedule.page_start(self.keys.count), self.dense.tail_start
-        return DenseSpan(self.dense.tail, start, first=start - tail_start, tokens=self.length - start)
+        return DenseSpan(self.dense.tail, start, offset=start - tail_start, tokens=self.length - start)
 
     def reach(self, n: int, dense: DenseSpan | None, causal: bool) -> tuple[list[int], list[int]]:
-        """Slots up to which the newest `n` tokens read, as queries: folded, and at all.
+        """For the newest `n` tokens as queries, the slots up to which each reads folded tokens, and any tokens.
 
         Parameters
         ----------
         dense
-            What is there for them to read dense: what `append` returned.
+            The tokens that they may read dense, as `append` returned them.
         causal
             Whether a query reads nothing after itself; else a mask decides alone.
         """
@@ -167,5 +167,5 @@ class HeldRows:
         return dict(vars(self))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Be as when `state` was taken; only appends may have happened since."""
+        """Go back to `state`; since then there may only have been appends."""
         self._become(**state)

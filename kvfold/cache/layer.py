@@ -23,7 +23,7 @@ class LayerCache(HeldLayer):
     Attributes
     ----------
     keeps_queries
-        How many of the newest queries to keep, for whoever evicts by them.
+        How many of the newest queries to keep, for eviction policies that use them.
     """
 
     groups: list[RowGroup[FoldedRows]]
@@ -48,9 +48,9 @@ class LayerCache(HeldLayer):
         Raises
         ------
         ValueError
-            On a NaN or infinity, or a shape, dtype or device that differs from what the cache
-            holds. The cache is unchanged then. On other devices single tokens are looked at when their page is full,
-            and attention over a NaN or infinity gives NaN until then.
+            On a NaN or infinity, or a shape, dtype or device that differs from what the cache holds. The cache is
+            unchanged then. Except on CPUs, single tokens are checked when their page is full; until then attention over
+            a NaN or infinity gives NaN.
         """
         before = self.state()
         try:
@@ -64,7 +64,7 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def _append(self, key: Tensor, value: Tensor, padding: Sequence[int] | None) -> Appended:
-        """`append`, if it is no step; a failure may leave traces."""
+        """`append` without the fast path; a failure may leave traces."""
         self._check(key, value)
         if key.requires_grad or value.requires_grad:
             key, value = key.detach(), value.detach()
@@ -89,10 +89,10 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def observe(self, query: Tensor | None, new: Appended, scaling: float | None = None) -> None:
-        """Show the queries of the tokens just appended to formats that go by them; then attention may read.
+        """Show the queries of the tokens just appended to formats that are fitted to them; then attention may read.
 
-        Only the first call for `new` counts. A call that fails does not take the tokens back, as `append` would:
-        `restore` the state of before.
+        Only the first call for `new` counts. A call that fails does not remove the tokens again, as `append` would:
+        `restore` the earlier state.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ class LayerCache(HeldLayer):
         self._fits = given
 
     def _not_finite(self, group: RowGroup[FoldedRows], key: Tensor, value: Tensor) -> ValueError:
-        """What to say of a group's tokens that are not finite, or too large for the dtype that they are kept in."""
+        """The error for a group's tokens that are not finite, or too large for the dtype that they are kept in."""
         assert self._like is not None
         assert self._formats is not None
         for name, x, like in (("key", key, self._like[0]), ("value", value, self._like[1])):
@@ -197,7 +197,7 @@ class LayerCache(HeldLayer):
             number = x[row, head, token, channel].item()
             if not isfinite(number):
                 remedy = "the model's own computation broke before the cache"
-            elif self._formats.folds_by_token:  # with a scale in float16
+            elif self._formats.folds_by_token:  # a wider dense_dtype would not help: scales are float16
                 remedy = f"too large for {like.dtype}; {self.config.kept_dense}"
             else:
                 remedy = (
@@ -215,7 +215,7 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def select(self, rows: Tensor) -> None:
-        """Let new row i be what row `rows[i]` was; repeats and omissions allowed.
+        """Make each row i what row `rows[i]` was; repeats and omissions allowed.
 
         Raises
         ------
@@ -249,7 +249,7 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def restore(self, state: LayerState) -> None:
-        """Be as when `state` was taken; only appends may have happened since, or rows were selected."""
+        """Go back to `state`; since then there may only have been appends, or a selection of rows."""
         own, rows = state
         for group, held in zip(own["groups"], rows, strict=True):
             group.rows.restore(held)

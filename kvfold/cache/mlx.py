@@ -1,9 +1,8 @@
-"""A layer's folded cache in MLX arrays: the same pages, byte for byte, and the same moments of folding.
+"""A layer's folded cache in MLX arrays: the same pages as in tensors, byte for byte, folded at the same moments.
 
-The schedule says what is where and when it folds, as it does for tensors. Arrays are computed when somebody looks, and
-nothing changes them in place. So a token joins the dense tail without anybody waiting for it; the device is waited for
-when a page folds, once in 64 tokens (formats that fold token by token wait at each). Pages are folded by the format
-itself, on the CPU, whose memory an Apple GPU shares.
+`Schedule` says what is where and when it folds, as for tensors. Arrays are computed lazily, and never change in place.
+So a token joins the dense tail without a wait for the device. Only folding waits: once in 64 tokens, or at each token
+of formats that fold token by token. The format itself folds pages, on the CPU, whose memory an Apple GPU shares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ ARRAY_DTYPES = {own: dtype for dtype, own in DTYPES.items()}
 
 
 class ArrayStore(PageStore):
-    """`PageStore` in arrays (batch, kv_heads, capacity, …); what is added is given as tensors."""
+    """`PageStore` in arrays (batch, kv_heads, capacity, …); pages to add are given as tensors."""
 
     def with_pages(self, pages: Pages) -> "ArrayStore":
         added = pages.code.shape[PAGE_DIM]
@@ -83,12 +82,12 @@ def as_tensors(pages: Pages) -> Pages:
 
 
 class ArrayRows(HeldRows):
-    """`HeldRows` in MLX arrays: `dense` holds no more tokens than there are.
+    """`HeldRows` in MLX arrays, without spare capacity in `dense`.
 
     Attributes
     ----------
     dtype
-        Of what stays dense: torch's, as MLX's cannot be copied.
+        Of dense tokens; a torch dtype, as MLX's cannot be copied.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int, dtype: torch.dtype = torch.float16) -> None:
@@ -129,7 +128,7 @@ class ArrayRows(HeldRows):
         Raises
         ------
         ValueError
-            If what folds holds a NaN or an infinity, or a scale leaves float16's range.
+            If tokens that fold hold a NaN or an infinity, or a scale leaves float16's range.
         """
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         length, start, sinks = self.length + key.shape[2], self.length + into_sinks, self.dense.sinks
@@ -152,7 +151,7 @@ class ArrayRows(HeldRows):
         tail = dense.tail_span(length)
         if tail is None:
             self._become(dense=dense, length=length)
-            return DenseSpan.of(key, value, length)  # of no token: all are sinks
+            return DenseSpan.of(key, value, length)  # empty: all tokens are sinks
         stores = self.stores if self.formats.awaits_fit else self._with_ripe_pages(dense, tail, self.formats)
         self._become(stores=stores, dense=self._without_folded(dense, tail, stores[0].count), length=length)
         return tail.after(max(unread - tail.start, 0))
@@ -169,7 +168,7 @@ class ArrayRows(HeldRows):
         return tuple(store.with_pages(folded) for store, folded in zip(stores, pages, strict=True))
 
     def _without_folded(self, dense: DenseTokens, tail: DenseSpan, pages: int) -> DenseTokens:
-        """Dense tokens without what folded too long ago to be undone."""
+        """Dense tokens without those that folded too long ago to be undone."""
         start = max(self.schedule.tail_start(tail.stop, 0, pages), tail.start)
         dropped = start - tail.start
         if not dropped:
@@ -178,7 +177,7 @@ class ArrayRows(HeldRows):
         return replace(dense, tail=left, tail_start=start)
 
     def _fold(self, formats: FormatPair, dense: DenseTokens, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
-        """Pages, as tensors, that hold tokens from slot `slot` of each stream on, and nothing elsewhere."""
+        """Pages, as tensors, with tokens from slot `slot` of each stream on; their other slots are empty."""
         tensors, first = (to_torch(key), to_torch(value)), self.window.sinks + slot
         checked = [("tokens from", first, x) for x in tensors]
         if dense.sinks is not None and not self._checked_sinks:
@@ -205,7 +204,7 @@ class ArrayRows(HeldRows):
         shared = (own.shape[0], self.kv_heads, own.shape[1] // self.kv_heads, *own.shape[2:])
         energy = mx.square(own.astype(mx.float32)).reshape(shared).mean(2).astype(mx.bfloat16)
         if self.fit.awaits_bits:
-            some = query[:, :, self.fit.looked_at(first)].astype(mx.bfloat16)
+            some = query[:, :, self.fit.sampled(first)].astype(mx.bfloat16)
         fit = self.fit.with_more(energy, some, mx.concatenate)
         if self.length < self.schedule.fit_tokens or not self.formats.awaits_fit:
             self._become(fit=fit.kept(self.length))
@@ -255,7 +254,7 @@ class ArrayRows(HeldRows):
 
 
 def _first(held: tuple[mx.array, mx.array] | None, tokens: int) -> tuple[mx.array, mx.array] | None:
-    """The first of dense tokens alone."""
+    """The first `tokens` dense tokens."""
     if held is None or tokens <= 0:
         return None
     return mx.contiguous(held[0][:, :, :tokens]), mx.contiguous(held[1][:, :, :tokens])
@@ -279,7 +278,7 @@ class ArrayLayer(HeldLayer):
         Raises
         ------
         ValueError
-            If it has what MLX caches have not: padding, evicted tokens, values that are a view of keys, or sharpening.
+            If it has what MLX caches lack: padding, evicted tokens, values that are a view of keys, or sharpening.
         """
         rows = [(group.batch_rows.tolist(), group.padding, group.rows.evicted) for group in layer.groups]
         if rows not in ([], [(list(range(layer.batch)), 0, 0)]):
@@ -355,7 +354,7 @@ class ArrayLayer(HeldLayer):
                 raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
 
     def observe(self, query: mx.array, new: Appended, scaling: float | None = None) -> None:
-        """Show the queries of the tokens just appended to formats that go by them, as `LayerCache.observe`."""
+        """Show the queries of the tokens just appended to formats that are fitted to them, as `LayerCache.observe`."""
         if new.observed:
             return
         new.observed = True
@@ -365,20 +364,20 @@ class ArrayLayer(HeldLayer):
             raise ValueError(f"layer {self.index}: {error}") from None
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """What `layer_to_saved` tells, with arrays in the place of tensors; nothing is computed for it."""
+        """What `layer_to_saved` returns, with arrays in place of tensors; computes nothing."""
         saved = layer_to_saved(self)
         arrays = {name: x if isinstance(x, mx.array) else table(x) for name, x in saved.tensors.items()}
         return saved.data, arrays
 
     @classmethod
     def from_arrays(cls, data: dict[str, Any], arrays: Mapping[str, mx.array], index: int) -> "ArrayLayer":
-        """The layer that `to_arrays` told of; raises ValueError if its parts do not fit together."""
+        """The layer that `to_arrays` described; raises ValueError if its parts do not fit together."""
         tensors = {name: to_torch(array).clone() for name, array in arrays.items()}
         return cls.of(layer_from_saved(Contents(data, tensors), index))
 
 
 def held_array_bytes(*objects: object) -> int:
-    """`held_bytes` of what may also hold MLX arrays, and of the arrays that tables were copied to."""
+    """`held_bytes` of objects that may also hold MLX arrays, plus those arrays and copies of tables in arrays."""
     tables = (tensor for obj in objects for tensor in walk_tensors(obj))
     arrays = [array for obj in objects for array in walk_tensors(obj, mx.array)] + copies_of(tables)
     return held_bytes(*objects) + sum({id(array): array.nbytes for array in arrays}.values())

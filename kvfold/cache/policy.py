@@ -23,12 +23,10 @@ class Policy:
     exceptions
         Formats of single layers, (layer index, format) pairs; "dense" keeps a layer dense.
     window
-        What stays dense in folded layers, in the place of what their formats say; tokens then fold by
-        whole pages.
+        What stays dense in folded layers, overriding their formats; tokens then fold by whole pages.
     budgets
-        Whether layers get bits of their own in kvfold's formats, of about the same sum: by what a calibration says of
-        them, or else by what the prompt's first tokens do, in kvfold-4 and below (docs/quality.md). Layers with an
-        exception keep what that says.
+        Whether bits of kvfold's formats differ by layer, with about the same total: by a calibration's losses, or else
+        by the prompt's first tokens, in kvfold-4 and below (docs/quality.md). Layers with an exception keep it.
     """
 
     format: str

@@ -1,8 +1,8 @@
-"""What folding a layer's keys and values costs, by what a prompt's first tokens make of them.
+"""What folding a layer's keys and values costs, estimated on a prompt's first tokens.
 
-Errors of all tokens say little of it: the nearest carry most of what attention puts out, and they stay dense. Folding
-those tokens only that a cache would hold folded when the query comes, the power of the error in attention's output,
-relative to the output's, goes with the KL that folding the layer costs (docs/quality.md).
+The error over all tokens says little: the nearest tokens carry most of attention's output, and they stay dense. So for
+each query only those tokens are folded that a cache would hold folded by then. The power of the error in attention's
+output, relative to the output's, then follows the KL that folding the layer costs (docs/quality.md).
 """
 
 import torch
@@ -12,34 +12,34 @@ from kvfold.formats import Window, get_format
 from kvfold.quant.packing import Lanes
 
 EVERY = 4
-"""One query of so many is looked at: the last."""
+"""One query in this many is used: the last."""
 
-FOLDED = "kvfold-2"
-"""What keys and values are folded into, channels as they come. In an order fitted to the same queries errors look
-smaller than on those to come, and not by as much in each layer."""
+STAND_IN = "kvfold-2"
+"""The format that keys and values are folded into, with channels in their given order. An order fitted to the same
+queries would make errors look smaller than on later queries, by a different amount in each layer."""
 
 
-def looked_at(first: int, sinks: int, stop: int) -> slice:
-    """Of queries from position `first` on those that `far_errors` takes: none of sinks, none from `stop` on."""
+def sampled(first: int, sinks: int, stop: int) -> slice:
+    """The queries that `far_errors` takes, of those from position `first` on: no sinks, and none from `stop` on."""
     start = max(sinks - first, 0)
     start += (EVERY - 1 - (first + start - sinks)) % EVERY
     return slice(start, max(stop - first, 0), EVERY)
 
 
-def count_looked_at(length: int, sinks: int) -> int:
-    """How many queries of the first `length` tokens that is."""
+def count_sampled(length: int, sinks: int) -> int:
+    """How many queries of the first `length` tokens `far_errors` takes."""
     return max(length - sinks, 0) // EVERY
 
 
 def far_errors(query: Tensor, key: Tensor, value: Tensor, window: Window, scaling: float | None) -> tuple[float, float]:
-    """Powers of what folding keys, and folding values, does to attention's output, relative to the output's.
+    """Power of the error in attention's output if keys fold, and if values fold, relative to the output's.
 
     Attention is causal and plain here: softcaps, logits of sinks and other masks do not count.
 
     Parameters
     ----------
     query
-        Those of these tokens that are `looked_at`, (batch, heads, n, key_dim).
+        The `sampled` queries of these tokens, (batch, heads, n, key_dim).
     key, value
         The first tokens, (batch, kv_heads, tokens, dim), dense.
     window
@@ -63,13 +63,13 @@ def far_errors(query: Tensor, key: Tensor, value: Tensor, window: Window, scalin
         of_keys = torch.where(far, q @ folded_k.mT, scores).softmax(-1) @ v - output
         of_values = (weights * far) @ (folded_v - v)
         powers += torch.stack([x.square().sum() for x in (of_keys, of_values, output)])
-    keys, values = (powers[:2] / powers[2]).nan_to_num(0.0).tolist()  # an output of zeros: nothing is to be lost
+    keys, values = (powers[:2] / powers[2]).nan_to_num(0.0).tolist()  # an output of zeros has nothing to lose
     return keys, values
 
 
 def _folded(x: Tensor, window: Window, lanes: Lanes) -> Tensor:
     """`x`, (kv_heads, tokens, dim), with all whole pages after the sinks folded and unfolded."""
-    fmt = get_format(FOLDED, x.shape[2], lanes=lanes)
+    fmt = get_format(STAND_IN, x.shape[2], lanes=lanes)
     pages = (x.shape[1] - window.sinks) // fmt.page_size
     if pages <= 0:
         return x

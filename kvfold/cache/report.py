@@ -10,7 +10,7 @@ from kvfold.quant.tables import copies_elsewhere
 
 
 def walk_tensors(obj: object, kind: type = Tensor) -> Iterator[Any]:
-    """Every tensor (or whatever is of `kind`) reachable from `obj` through attributes, fields and containers."""
+    """Every tensor (or instance of `kind`) reachable from `obj` through attributes, fields and containers."""
     seen: set[int] = set()
     stack = [obj]
     while stack:
@@ -33,7 +33,7 @@ def walk_tensors(obj: object, kind: type = Tensor) -> Iterator[Any]:
 def held_bytes(*objects: object) -> int:
     """Bytes of all storages behind the tensors reachable from `objects`, each storage counted once.
 
-    A view counts with the whole storage that it keeps alive; tables that layers share count once, and with them
+    A view counts as the whole storage that it keeps alive. Tables that layers share count once, and so does each of
     their copies on other devices.
     """
     storages = {}
@@ -58,7 +58,7 @@ class LayerReport:
     tokens
         Columns seen, padding included.
     evicted
-        Tokens of all rows that each head has forgotten.
+        Tokens that each head has forgotten, summed over rows.
     values
         Numbers that a dense cache would hold for the tokens that came.
     held_bytes

@@ -22,7 +22,7 @@ from kvfold.quant.finite import finite
 Dtypes = tuple[torch.dtype, torch.dtype]
 """Of keys and of values."""
 
-# By folded keys: so no memory outlives the pages that it belongs to.
+# Keyed by folded keys, so that no entry outlives its pages.
 _TOKEN_FOLDERS: WeakKeyDictionary[Pages, tuple[FormatPair, Pages | None, TokenFolder | None]] = WeakKeyDictionary()
 
 
@@ -36,14 +36,14 @@ class FoldedRows(HeldRows):
     Attributes
     ----------
     dtypes
-        What keys and values that came last were rounded to before they were stored; None before the first.
+        The dtypes that the newest keys and values were rounded to before they were stored; None before the first.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int) -> None:
         sides = (formats.keys,) if formats.shares_pages else (formats.keys, formats.values)
         super().__init__(formats, kv_heads, tuple(PageStore(side.form, formats.window.sinks) for side in sides))
         self.dtypes: Dtypes | None = None
-        self._checked = -1  # full pages in which `check_finite` found no NaN; -1: nor has it looked at the sinks
+        self._checked = -1  # full pages that `check_finite` has passed; -1: not even the sinks
 
     # Growing
 
@@ -68,7 +68,7 @@ class FoldedRows(HeldRows):
         Raises
         ------
         NotFinite
-            On a NaN or an infinity, where this device looks for them (`checks_tokens`).
+            On a NaN or an infinity; single tokens are not checked on all devices (`checks_tokens`).
         ValueError
             If a scale leaves float16's range, or as `check_finite`.
         """
@@ -102,7 +102,7 @@ class FoldedRows(HeldRows):
         return unread
 
     def only_joins(self, n: int) -> bool:
-        """Whether `n` new tokens do no more than join those held (`Schedule.only_joins`)."""
+        """Whether `n` new tokens only extend what is held (`Schedule.only_joins`)."""
         if self.schedule.by_token:
             if n > 1 or self.token_folder() is None:
                 return False
@@ -112,7 +112,7 @@ class FoldedRows(HeldRows):
         return self.schedule.only_joins(n, *held, self.formats.awaits_fit)
 
     def _joined(self, key: Tensor, value: Tensor, dtypes: Dtypes) -> bool:
-        """Whether tokens only joined those held, behind which they were written. If not, nothing is held of them."""
+        """Write tokens behind those held if they only extend them. Returns whether it did; if not, none are held."""
         n = key.shape[2]
         if not self.only_joins(n):
             return False
@@ -126,14 +126,14 @@ class FoldedRows(HeldRows):
         return folder is not None and folder.fold((key, value)[:sides], dtypes[:sides], page, slot)
 
     def append_by_step(self, key: Tensor, value: Tensor) -> bool:
-        """Hold one more token if `step` takes it; else nothing has changed."""
+        """Append a token if `step` takes it, and return whether it did; else nothing has changed."""
         if self.step is None or not self.step.append(key, value, self.length):
             return False
         self.length += 1
         return True
 
     def steps_left(self) -> int:
-        """How many tokens a `step` may append, one by one, that do no more than join those held."""
+        """How many tokens a `step` may append, one by one, until one does more than extend what is held."""
         if self.awaits_queries or len(self.stores) == 1 or not self.only_joins(1):
             return 0
         if self.schedule.by_token:
@@ -142,7 +142,7 @@ class FoldedRows(HeldRows):
         return next((n for n in range(room) if not self.only_joins(n + 1)), room)
 
     def token_folder(self) -> TokenFolder | None:
-        """What folds single tokens into pages; None if no kernel does."""
+        """The kernel that folds single tokens into pages; None if there is none."""
         keys, values = self.pages()
         if keys is None or values is None or keys.code.device.type != "cpu":
             return None
@@ -180,7 +180,7 @@ class FoldedRows(HeldRows):
         return tuple(store.with_tokens(folded, first) for store, folded in zip(self.stores, pages, strict=True))
 
     def _fold(self, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
-        """Pages for each of `stores` that hold tokens from slot `slot` of the stream on, and nothing elsewhere."""
+        """Pages for each of `stores`, with tokens from slot `slot` of the stream on; their other slots are empty."""
         pages = []
         sides = ((formats.keys, key), (formats.values, value))
         for fmt, x in sides[: len(self.stores)]:
@@ -190,7 +190,7 @@ class FoldedRows(HeldRows):
         return pages
 
     def check_finite(self) -> None:
-        """Raise ValueError if the sinks, or pages that became full since the last look, hold a NaN or an infinity."""
+        """Raise ValueError if the sinks, or pages that became full since the last check, hold a NaN or an infinity."""
         after, checked = self.length - self.window.sinks, self._checked
         if self.dense.sinks is not None and after >= 0 and checked < 0:
             if not all(finite(x) for x in self.dense.sinks):
@@ -206,19 +206,19 @@ class FoldedRows(HeldRows):
     # Fitting
 
     def observe(self, query: Tensor | None, n: int, allot: Allot | None = None) -> None:
-        """Let a format that awaits statistics see the queries of the newest tokens.
+        """Show a format that awaits statistics the queries of the newest tokens.
 
-        With the last of the first `fit_tokens` it is fitted, and what is ripe folds.
+        Once the first `fit_tokens` tokens are complete, the format is fitted and ripe pages fold.
 
         Parameters
         ----------
         query
-            (batch, heads, n, key_dim), rotated by position as the keys are; None if nobody knows them, which counts all
-            channels as read alike.
+            (batch, heads, n, key_dim), rotated by position as the keys are; None if they are unknown: all channels
+            then count alike.
         n
             How many tokens were appended last.
         allot
-            Gives formats that await bits theirs.
+            Decides the bits of formats that await them.
         """
         if self.dense.tail is None or not self.awaits_queries:
             return
@@ -229,7 +229,7 @@ class FoldedRows(HeldRows):
         else:
             energy = energy_of(query[:, :, counted], self.kv_heads)
             if self.fit.awaits_bits:
-                some = query[:, :, self.fit.looked_at(first)]
+                some = query[:, :, self.fit.sampled(first)]
                 some = some.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
         fit = self.fit.with_more(energy, some, torch.cat)
         if self.length < self.schedule.fit_tokens:
@@ -296,10 +296,10 @@ class FoldedRows(HeldRows):
         ----------
         keep
             For the first `evictable` slots, bool, (batch, kv_heads, slots), or (batch, kv_heads, pages) if `by_page`;
-            True equally often for each head, and for whole pages of tokens unless the formats fold by token.
+            True equally often for each head, and as often as fills whole pages unless the formats fold by token.
         by_page
-            Whether whole pages go. Otherwise tokens go; those that stay keep their codes where pages have neither
-            centres nor channel scales; else all pages from the first that loses one are folded once more.
+            Whether whole pages go; otherwise single tokens do. Kept tokens keep their codes if pages have neither
+            centres nor channel scales; otherwise all pages from the first that loses a token are folded once more.
         """
         size = self.page_size
         slots = keep.shape[-1] * size if by_page else keep.shape[-1]
@@ -310,7 +310,7 @@ class FoldedRows(HeldRows):
             stores, kept = keep_tokens(self.stores, formats, keep, self.folded_stop - self.window.sinks)
         gone = slots - kept.shape[-1]
         positions = self.folded_positions(slots).gather(-1, kept).int()
-        if self.positions is not None:  # it may tell of more slots than these
+        if self.positions is not None:  # it may cover more slots than these
             positions = torch.cat((positions, self.positions[..., slots:]), -1)
         dense = self.dense if self.schedule.by_token else self.dense.moved(-gone)
         checked = self._checked if self._checked <= 0 else max(self._checked * size - gone, 0) // size
@@ -322,13 +322,13 @@ class FoldedRows(HeldRows):
     # Shrinking and rearranging
 
     def crop(self, length: int) -> int:
-        """Forget all but the first `length` slots, of which at least those of `positions` are left.
+        """Forget all but the first `length` slots; those that `positions` covers must stay.
 
         Returns
         -------
         int
-            How many kept tokens go on from folded values although a cache that never held more than `length` tokens
-            would hold them dense; 0 if the crop leaves no trace.
+            How many kept tokens continue with folded values, although a cache that never held more than `length`
+            tokens would hold them dense; 0 if the crop leaves no trace.
         """
         if length >= self.length:
             return 0
@@ -354,7 +354,7 @@ class FoldedRows(HeldRows):
         return left.lost
 
     def _clear_free_slots(self, stores: tuple[PageStore, ...], length: int) -> None:
-        """Empty the last page after the last of `length` slots: what joins it is added to what is there."""
+        """Zero the last page beyond the first `length` slots: new tokens are added to what is there."""
         whole, part = divmod(max(length - self.window.sinks, 0), self.page_size)
         for store in stores if part else ():
             store.without_slots(whole, part)
@@ -365,7 +365,7 @@ class FoldedRows(HeldRows):
             self._clear_free_slots(self.stores, self.length)
 
     def selected(self, rows: Tensor) -> "FoldedRows":
-        """The batch rows `rows`, in that order, repeats allowed; these stay as they are."""
+        """The batch rows `rows`, in that order, repeats allowed; `self` stays as it is."""
 
         def select(x: Tensor) -> Tensor:
             return x.index_select(0, rows.to(x.device))
@@ -403,7 +403,7 @@ class FoldedRows(HeldRows):
 def checks_tokens(x: Tensor) -> bool:
     """Whether each token on a tensor's device is checked for NaN and infinities as it comes.
 
-    On other devices to look means to wait. There single tokens are checked when their page fills (`check_finite`);
-    until then attention over a NaN gives NaN.
+    On other devices a check would wait for the device. There, single tokens are checked when their page fills
+    (`check_finite`); until then attention over a NaN gives NaN.
     """
     return x.is_cpu

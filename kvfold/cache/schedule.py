@@ -27,9 +27,9 @@ class Crop:
     tail_start
         Slot of the tail's first token.
     reopened
-        Tokens of the page after those that become dense again; 0 for none.
+        Tokens of the page after the kept ones that become dense again; 0 for none.
     lost
-        Kept tokens that go on from folded values although rows that never held more would hold them dense.
+        Kept tokens that continue with folded values, although rows that never held more would hold them dense.
     """
 
     pages: int
@@ -40,7 +40,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The moments of folding of one pair of formats.
+    """When tokens in one pair of formats fold.
 
     Attributes
     ----------
@@ -86,13 +86,13 @@ class Schedule:
         return min(length, stop) if self.by_token else stop
 
     def tail_start(self, length: int, evicted: int, pages: int) -> int:
-        """The first slot that the dense tail must hold: what is ripe without the newest `undo` tokens leaves it."""
+        """The first slot that the dense tail must hold; pages that are ripe without the last `undo` tokens leave it."""
         return self.page_start(min(self.ripe(length - self.window.undo, evicted), pages))
 
     def only_joins(self, n: int, length: int, evicted: int, pages: int, tail_start: int, awaits_fit: bool) -> bool:
-        """Whether `n` new tokens only join those held: they fold nothing whole, and nothing leaves the tail.
+        """Whether `n` new tokens only extend what is held: no page folds, and nothing leaves the tail.
 
-        Where tokens fold by themselves, one joins a page that is part full.
+        If tokens fold one by one, a single token extends a page that is part full.
         """
         after = length - self.window.sinks
         if self.by_token:
@@ -102,24 +102,24 @@ class Schedule:
         return self.tail_start(length + n, evicted, pages) <= tail_start
 
     def reads(self, n: int, length: int, evicted: int, dense_start: int, causal: bool) -> tuple[list[int], list[int]]:
-        """Slots up to which the newest `n` tokens read, as queries: folded, and at all.
+        """For the newest `n` tokens as queries, the slots up to which each reads folded tokens, and any tokens.
 
         Parameters
         ----------
         n, length
-            How many of the `length` slots ask.
+            How many of the `length` slots are queries.
         evicted
             Tokens that heads forgot.
         dense_start
-            The first slot that is there to be read dense. What lies before is read folded by all.
+            The first slot that can be read dense. All queries read earlier ones folded.
         causal
             Whether a query reads nothing after itself; else a mask decides alone.
         """
-        held = range(length - n + 1, length + 1)  # when each of them was the newest
+        held = range(length - n + 1, length + 1)  # slots held when each of them was the newest
         stop = list(held) if causal else [length] * n
         if self.by_token:
             return [length] * n, stop
-        # `page_start` of what was `ripe` then, spelled out, as prompts are long.
+        # `page_start(ripe(slots))`, written out, as prompts are long.
         sinks, size, waits = self.window.sinks, self.page_size, self.fit_tokens - evicted
         young = sinks + self.window.recent
         starts = (sinks + max(slots - young, 0) // size * size if slots >= waits else sinks for slots in held)
@@ -130,7 +130,7 @@ class Schedule:
         if self.by_token:
             return Crop(self.pages(length), tail_start, 0, 0)
         after, ripe = max(length - self.window.sinks, 0), self.ripe(length, evicted)
-        if length < tail_start:  # into what is folded only
+        if length < tail_start:  # into tokens that are only held folded
             whole = after // self.page_size
             tail_start = self.page_start(whole)
             reopened, lost = max(length - tail_start, 0), after - ripe * self.page_size

@@ -15,7 +15,7 @@ class LayerShape:
     kind
         "full": every token; folds. "latent": one latent and its rotary part a token (multi-head latent attention);
         folds. "dense": every token, in a layer that does not fold. "sliding": the newest `window` - 1 tokens, dense.
-        "none": nothing that grows with the text. Else the class of a layer that is not known here; it does not fold.
+        "none": nothing that grows with the text. Any other: the class of an unknown layer, which does not fold.
     kv_heads, key_dim, value_dim
         Shape of a token's keys and values; for latents, one head of the latent's and the rotary part's channels. 0 if
         the config does not tell them, or the layer holds none.
@@ -41,7 +41,7 @@ class LayerShape:
         return self.kind in ("full", "latent")
 
     @property
-    def is_told(self) -> bool:
+    def is_known(self) -> bool:
         """Whether the config tells the shape of keys and values."""
         return self.kv_heads > 0 and self.key_dim > 0 and self.value_dim > 0
 

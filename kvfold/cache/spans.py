@@ -13,16 +13,16 @@ class DenseSpan:
     Attributes
     ----------
     storage
-        Keys and values, (batch, kv_heads, any, dim), these among them.
+        Keys and values, (batch, kv_heads, any, dim), these tokens among them.
     start
-        Position of the first.
-    first, tokens
-        Its place in `storage`, and how many there are.
+        Slot of the first.
+    offset, tokens
+        Where these tokens begin in `storage`, and how many they are.
     """
 
     storage: tuple[Tensor, Tensor]
     start: int
-    first: int
+    offset: int
     tokens: int
 
     @classmethod
@@ -33,19 +33,19 @@ class DenseSpan:
     def after(self, tokens: int) -> "DenseSpan":
         """Without the first `tokens`, which may be more than there are."""
         left = max(self.tokens - tokens, 0)
-        return DenseSpan(self.storage, self.start + tokens, self.first + self.tokens - left, left)
+        return DenseSpan(self.storage, self.start + tokens, self.offset + self.tokens - left, left)
 
     @cached_property
     def key(self) -> Tensor:
         """Keys of these tokens alone, (batch, kv_heads, tokens, key_dim)."""
-        return self.storage[0][:, :, self.first : self.first + self.tokens]
+        return self.storage[0][:, :, self.offset : self.offset + self.tokens]
 
     @cached_property
     def value(self) -> Tensor:
         """Values of these tokens alone, (batch, kv_heads, tokens, value_dim)."""
-        return self.storage[1][:, :, self.first : self.first + self.tokens]
+        return self.storage[1][:, :, self.offset : self.offset + self.tokens]
 
     @property
     def stop(self) -> int:
-        """Position after the last."""
+        """Slot after the last."""
         return self.start + self.tokens

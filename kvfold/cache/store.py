@@ -18,8 +18,8 @@ GROWTH = 32
 class PageStore:
     """Pages of one stream (the keys or the values of a layer), in storage that is reserved ahead of need.
 
-    A store does not change; what is added makes another. Both may share storage, as pages are written behind those
-    that are held.
+    A store does not change; adding pages makes another. Both may share storage, as new pages are written behind those
+    held.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class PageStore:
     count
         Pages held.
     storage
-        They, and what is reserved; None before the first.
+        The pages, and reserved room; None before the first page.
     """
 
     form: PageForm
@@ -48,7 +48,7 @@ class PageStore:
 
     @property
     def describes_pages(self) -> bool:
-        """Whether pages have a centre or channel scales, so that a token's codes mean something in its page only."""
+        """Whether pages have a centre or channel scales, so that a token's codes have a meaning in its page only."""
         return self.storage is not None and (self.storage.centre is not None or self.storage.channel_scale is not None)
 
     def read_as(self, form: PageForm) -> Self:
@@ -64,10 +64,10 @@ class PageStore:
         return replace(self, count=self.count + added, storage=storage)
 
     def with_tokens(self, pages: Pages, first: int) -> Self:
-        """With pages that are part full, from page `first` on, which may be part full here: free slots take tokens.
+        """With the tokens of part-full pages in the free slots from page `first` on, which may be part full here.
 
-        The only change to a page that is held. Slots that are not used are zero on either side, so codes are joined by
-        OR, and scales are added. For formats that fold token by token: their pages have no metadata to combine.
+        No other method adds tokens to held pages. Unused slots are zero on both sides, so codes are combined by OR, and
+        scales by addition. For formats that fold token by token: their pages have no metadata to combine.
         """
         added = first + pages.code.shape[PAGE_DIM] - self.count
         grown = self
@@ -91,12 +91,12 @@ class PageStore:
         return replace(self, count=count, storage=storage)
 
     def without_slots(self, page: int, slot: int) -> Self:
-        """With slots from `slot` on of a page, the last, as if nothing had been there; in place."""
+        """With the last page, number `page`, emptied from slot `slot` on, in place."""
         self.form.clear(self.pages(page, page + 1), slot)
         return self
 
     def holding(self, storage: Pages, count: int) -> Self:
-        """Other pages in the place of these, in storage for as many."""
+        """With `storage`, which has room for `count` pages, in place of these pages."""
         return replace(self, count=count, storage=storage if count else None)
 
     def select(self, rows: Tensor) -> Self:
@@ -106,7 +106,7 @@ class PageStore:
         return replace(self, storage=self.storage.map(lambda t: t.index_select(0, rows.to(t.device))))
 
     def _copied(self, part: Any) -> Any:
-        """A part of storage that does not keep the whole alive."""
+        """A copy of a part of storage, which does not keep the whole alive."""
         return part.clone()
 
     @property
@@ -132,7 +132,7 @@ class PageStore:
 
 
 def _paired(storage: Pages, pages: Pages, first: int) -> list[tuple[Tensor, Tensor]]:
-    """Storage of pages from `first` on, beside the tensors to write there."""
+    """Pairs of storage, from page `first` on, and the tensor to write there."""
     stored = dict(storage.tensors())
     n = pages.code.shape[PAGE_DIM]
     return [(stored[name].narrow(PAGE_DIM, first, n), tensor) for name, tensor in pages.tensors()]

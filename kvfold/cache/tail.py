@@ -11,7 +11,7 @@ from kvfold.cache.spans import DenseSpan
 from kvfold.kernels.cpu.copy import copy_finite
 
 TAIL_STEP = 16
-"""The dense tail grows by so many tokens at a time."""
+"""The dense tail grows by this many tokens at a time."""
 
 Sides = tuple[Any, Any]
 """Keys and values: tensors, or MLX arrays."""
@@ -26,8 +26,8 @@ def tail_capacity(tokens: int) -> int:
 class DenseTokens:
     """Dense keys and values of rows, (batch, kv_heads, capacity, dim) each.
 
-    How many of them are held is for the rows to say. New tokens are written behind those, or into other storage, so
-    what an older `DenseTokens` of the same rows held is still there.
+    The rows know how many of them are held. New tokens are written behind those, or into other storage, so an older
+    `DenseTokens` of the same rows stays valid.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class DenseTokens:
         The newest tokens. It overlaps the pages that folded last, so that they can be undone. None before the first
         token after the sinks, and if tokens fold as they come.
     shared_dim
-        Coordinates of a value if values are the first channels of keys: then they are a view. None otherwise.
+        Coordinates of a value, if values are a view of the keys' first channels; None otherwise.
     """
 
     tail_start: int
@@ -49,13 +49,13 @@ class DenseTokens:
 
     def sink_span(self, tokens: int) -> DenseSpan | None:
         """The first `tokens` sinks."""
-        return None if self.sinks is None else DenseSpan(self.sinks, start=0, first=0, tokens=tokens)
+        return None if self.sinks is None else DenseSpan(self.sinks, start=0, offset=0, tokens=tokens)
 
     def tail_span(self, length: int) -> DenseSpan | None:
-        """The tail of rows of `length` slots, with the tokens of it that are folded too; None if it holds none."""
+        """The tail of rows of `length` slots, including tokens that are also folded; None if it is empty."""
         if self.tail is None or length <= self.tail_start:
             return None
-        return DenseSpan(self.tail, self.tail_start, first=0, tokens=length - self.tail_start)
+        return DenseSpan(self.tail, self.tail_start, offset=0, tokens=length - self.tail_start)
 
     @property
     def room_left(self) -> int:
@@ -63,7 +63,7 @@ class DenseTokens:
         return self.tail_start + (0 if self.tail is None else int(self.tail[0].shape[2]))
 
     def with_sinks(self, key: Tensor, value: Tensor, held: int, sinks: int) -> "DenseTokens":
-        """With more of the first tokens, behind `held`; there will be `sinks` of them at most."""
+        """With more sinks, written behind the `held` ones; there will be at most `sinks`."""
         n = key.shape[2]
         if not n:
             return self
@@ -75,7 +75,7 @@ class DenseTokens:
         return replace(self, sinks=own)
 
     def widened(self, length: int, n: int) -> "DenseTokens":
-        """With room for `n` tokens after the first `length` slots: with other storage unless there is."""
+        """With room for `n` tokens after the first `length` slots, in other storage if there is none."""
         assert self.tail is not None
         if length + n <= self.room_left:
             return self
@@ -83,14 +83,14 @@ class DenseTokens:
         return replace(self, tail=self._wider(self.tail, self.tail, held, tail_capacity(held + n)))
 
     def write(self, key: Tensor, value: Tensor, length: int, looks: bool) -> bool:
-        """Write tokens behind the first `length` slots, where there is room; tell whether all are finite.
+        """Write tokens behind the first `length` slots, where there is room; return whether all are finite.
 
         Parameters
         ----------
         key, value
             Floating point; they are rounded to the tail's dtypes.
         looks
-            Whether anybody looks; else they count as finite.
+            Whether to check them; else they count as finite.
         """
         assert self.tail is not None
         at, n = length - self.tail_start, key.shape[2]
@@ -102,11 +102,11 @@ class DenseTokens:
         return True
 
     def with_tail(self, dense: DenseSpan, new: int, tail_start: int) -> "DenseTokens":
-        """With the tokens of `dense` from slot `tail_start` on, of which the last `new` are not in the tail yet."""
+        """With a tail of `dense` from slot `tail_start` on, whose last `new` tokens are not in the tail yet."""
         held = dense.stop - tail_start
         if not new and tail_start == self.tail_start:
             return self
-        # Other storage where the start moves, so that what is held now stays as it is.
+        # A tail whose start moves goes to other storage, so that older `DenseTokens` stay valid.
         stays = self.tail is not None and tail_start == self.tail_start and held <= self.tail[0].shape[2]
         tail = self.tail if stays else self.room(dense.key, dense.value, tail_capacity(held))
         assert tail is not None
@@ -116,7 +116,7 @@ class DenseTokens:
         return replace(self, tail=tail, tail_start=tail_start)
 
     def moved(self, slots: int) -> "DenseTokens":
-        """The same tokens, so many slots further on."""
+        """The same tokens, `slots` slots further on."""
         return replace(self, tail_start=self.tail_start + slots)
 
     def reopened(self, key: Tensor, value: Tensor, tail_start: int) -> "DenseTokens":
@@ -141,7 +141,7 @@ class DenseTokens:
         return self._beside(_room(key, tokens), partial(_room, value, tokens))
 
     def _beside(self, key: Tensor, value: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys, and their values: what `value` makes, or a view of the keys."""
+        """Keys, and values: those that `value` makes, or a view of the keys."""
         return key, value() if self.shared_dim is None else key[..., : self.shared_dim]
 
     def _wider(self, old: Sides | None, like: Sides, held: int, capacity: int) -> Sides:

@@ -1,4 +1,4 @@
-"""Keys and values token by token, for whoever runs a model without transformers (seed 003's KV store)."""
+"""Keys and values token by token, for programs that run models without transformers (SKaiNET's KV store)."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 class TokenStore:
     """Folded keys and values of one sequence in all layers of a model: append, read, evict.
 
-    `keys` and `values` unfold a layer to read from it: they are for looking, not for attention at every step.
+    `keys` and `values` unfold a layer to read from it: use them to inspect it, not for attention at every step.
 
     Parameters
     ----------
@@ -84,8 +84,8 @@ class TokenStore:
         Returns
         -------
         int
-            How many kept tokens go on from folded values although they would be dense had the others never come
-            (kvfold and centred formats, beyond their last 24 tokens); 0 for none.
+            How many kept tokens continue with folded values, although they would be dense if the others had never
+            come (kvfold and centred formats, if more than the last 24 tokens go); 0 for none.
         """
         if position < 0:
             raise ValueError(f"position = {position}: give 0 or more")

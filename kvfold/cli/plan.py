@@ -111,7 +111,7 @@ def _layers(
         config = load_config(model)
         text, shapes = config.get_text_config(decoder=True), layer_shapes(config)
         own = zip(layer_configs(text, len(shapes)), shapes, strict=True)
-        asked = [each for each, shape in own if shape.is_told and shape.kind != "latent"]
+        asked = [each for each, shape in own if shape.is_known and shape.kind != "latent"]
         evidence = dict.fromkeys(line for each in asked for line in resolve_head_dim(each).evidence)
         return shapes, tuple(evidence), config.dtype or text.dtype
     for name, number in numbers.items():

@@ -1,6 +1,6 @@
-"""Two executors, one truth: the same prompt through two ways to compute, layer by layer.
+"""Compare two executors: the same prompt computed in two ways, layer by layer.
 
-After seed 000, which validated its device path against another by the share of equal indices, the cosine of hidden
+After pypto-lib, which validated its device path against another by the share of equal indices, the cosine of hidden
 states, and the text.
 """
 
@@ -38,8 +38,8 @@ class Executor:
     device
         "cpu", "cuda", "cuda:1", ….
     backend
-        Of attention: one of `kvfold.attention.BACKENDS`, by default the fastest. The device "cpu" and the backend
-        "cpu" share their name, so that the default on a CPU is its kernel.
+        Of attention: one of `kvfold.attention.BACKENDS`, by default the fastest. `parse` reads "cpu" as the device,
+        whose default is the backend of the same name.
     """
 
     dtype: str = "float32"
@@ -85,9 +85,9 @@ class LayerComparison:
     layer
         Its number.
     key_match, value_match
-        Share of equal codes; None where a layer folds nothing. Codes of other bits are other codes.
+        Share of equal codes; None where a layer folds nothing. Codes with different bits count as different.
     key_bits, value_bits
-        Bits of a code under each executor, by their mean: a format may give a layer other bits by what it computes.
+        Mean bits of a code under each executor: they may differ, as a layer's bits can depend on its computed values.
     scale_error
         Mean of |s_a − s_b| / |s_a| over keys and values.
     hidden_cosine, hidden_cosine_min
@@ -154,7 +154,7 @@ def compare(
     layers = []
     for i, (a, b) in enumerate(zip(cache_a.layers, cache_b.layers, strict=True)):
         cosine = cosine_similarity(hidden_a[i].double(), hidden_b[i].double(), dim=-1)
-        sides: list[_Side] = []
+        sides: list[_StreamMatch] = []
         if isinstance(a, FoldedLayer) and isinstance(b, FoldedLayer):
             for group_a, group_b in zip(a.folded.groups, b.folded.groups, strict=True):
                 rows_a, rows_b = group_a.rows, group_b.rows
@@ -187,7 +187,7 @@ def _run(
 ) -> tuple[FoldedCache, list[Tensor], list[int]]:
     own = copy.deepcopy(model).to(executor.device, DTYPES[executor.dtype])
     attach(own, executor.backend)
-    # The dtype of dense tokens would otherwise follow the executor's, and both are to hold the same.
+    # By default dense tokens have the executor's dtype, but both caches must hold the same.
     cache = FoldedCache(own.config, format, dense_dtype=torch.float32)
     outputs: dict[int, list[Tensor]] = {}
     hooks = [
@@ -240,13 +240,13 @@ def _scale(store: PageStore) -> Tensor:
 
 
 def matched(share: float | None, bits: Sequence[float] | None) -> str:
-    """In words: the share of equal codes, or the bits where the two have others; none where nothing folds."""
+    """As text: the share of equal codes, or both numbers of bits where they differ; a dash where nothing folds."""
     if share is None:
         return "–"
     return f"{share:.2%}" if bits is None or len({*bits}) == 1 else " and ".join(f"{b:.3g}" for b in bits) + " bits"
 
 
-class _Side(NamedTuple):
+class _StreamMatch(NamedTuple):
     """Keys, or values, under both executors."""
 
     match: float
@@ -254,13 +254,13 @@ class _Side(NamedTuple):
     bits: tuple[float, float]
 
 
-def _side(a: PageStore, b: PageStore) -> _Side:
+def _side(a: PageStore, b: PageStore) -> _StreamMatch:
     """Share of equal codes, mean relative difference of scales, and bits, each store read in its own form."""
     (codes_a, bits_a), (codes_b, bits_b) = _codes(a), _codes(b)
     scale_a, scale_b = (_scale(store).float().cpu() for store in (a, b))
     used = scale_a != 0
     error = ((scale_a - scale_b).abs() / scale_a.abs())[used]
-    return _Side(
+    return _StreamMatch(
         match=((codes_a == codes_b) & (bits_a == bits_b)).double().mean().item(),
         scale_error=error.mean().item() if used.any() else 0.0,
         bits=(bits_a.double().mean().item(), bits_b.double().mean().item()),

@@ -55,7 +55,7 @@ class FidelityMeter:
         logits, dense_logits
             (tokens, vocabulary), of the cache in question and of the dense one.
         targets
-            The tokens that came, int64, (tokens,).
+            The tokens that followed, int64, (tokens,).
         """
         if dense_logits.isnan().any() or (dense_logits == torch.inf).any():
             raise ValueError(
@@ -93,13 +93,13 @@ def read_in_lockstep(
 ) -> None:
     """Let the model read a text once with each cache, comparing the predictions as it goes.
 
-    A folded cache reads the same whatever the chunk, so this is what decoding token by token would
-    read. Nothing of one chunk's logits is kept.
+    A folded cache reads the same values at any chunk size, so this is what decoding token by token would read. No
+    chunk's logits are kept.
 
     Parameters
     ----------
     model
-        An attached model, or what may be called like one.
+        An attached model, or anything that can be called like one.
     ids
         Tokens, (1, T).
     dense

@@ -16,7 +16,7 @@ GRAY = "#808080"
 """Reads on white and on black."""
 SUFFIXES = (".png", ".svg", ".pdf")
 CROWD = 8
-"""From more points than these, only those of the front are named."""
+"""With more points than this, only those of the front are labelled."""
 
 
 def new_figure(width: float = 5.0, height: float = 3.6, **layout: Any) -> "Figure":
@@ -109,15 +109,15 @@ def needle_grid(rows: Sequence[Row]) -> "Figure":
 def pareto_plot(rows: Sequence[Row], front: Sequence[Row]) -> "Figure":
     """Held bits a value against KL, each format a point.
 
-    The rate–distortion bound of a Gaussian source is 4^−b of the vectors' energy. KL follows the error's power, so
-    the bound is drawn as KL by the factor KL / NMSE of the row that loses most; without layer errors there is none.
+    The rate–distortion bound of a Gaussian source is 4^−b of the vectors' energy. KL follows the error's power, so the
+    bound is scaled by KL / NMSE of the row with the largest loss; without layer errors no bound is drawn.
 
     Parameters
     ----------
     rows
         With format, bits_per_value, kl_mean, and key_error and value_error where known.
     front
-        Those that no other beats.
+        The rows that no other beats.
     """
     figure = new_figure()
     axis = figure.subplots()

@@ -137,11 +137,11 @@ def evaluate_formats(
     passages
         Tokens, (1, T) each.
     formats
-        Names, or keys:values; or policies by a name of one's own.
+        Names, or keys:values; or policies by any name.
     chunk
         Tokens of one forward pass; folded caches read the same whatever it is.
     calibration
-        What formats that are fitted go by, in the place of each passage's own first tokens.
+        Statistics for formats that are fitted, instead of those of each passage's first tokens.
     progress
         Called with numbers of tokens read that add up to the passages' total times 1 + len(formats).
     """

@@ -24,7 +24,7 @@ OUTCOME: Row = _ABOUT | {
     "task": str, "case": str, "about": dict, "format": str, "expected": str, "answer": str, "score": float,
     "detail": str, "tokens": int, "replies": ([[int]], None),
 }  # fmt: skip
-"""What a row of `kvfold tasks` has at least: types by name, [type] for lists, (type, None) for what may be missing."""
+"""Fields of a row of `kvfold tasks`: types by name, [type] for lists, (type, None) for optional fields."""
 
 RUN: Row = _ABOUT | {
     "stage": str, "config": {"format": str, "family": (str, None)},
@@ -32,7 +32,7 @@ RUN: Row = _ABOUT | {
     "ppl_fp16": float, "ppl_tq": float, "abs_delta": float, "rel_delta": float, "kl_mean": float,
     "bits_per_value": float, "verdict": str,
 }  # fmt: skip
-"""What a row of `kvfold sweep` has."""
+"""Fields of a row of `kvfold sweep`."""
 
 QUALITY: Row = _ABOUT | {
     "format": str, "passage": (int, None), "n_tokens": int, "ppl_dense": float, "ppl": float, "delta_ppl_pct": float,
@@ -40,14 +40,14 @@ QUALITY: Row = _ABOUT | {
     "kl_p99": float, "top1": float, "bits_per_value": float, "held_bytes": int, "seconds": float,
     "key_error": ([(float, None)], None), "value_error": ([(float, None)], None),
 }  # fmt: skip
-"""What a row of `kvfold eval` has."""
+"""Fields of a row of `kvfold eval`."""
 
 MOST = 1e30
 """No number in a row is larger."""
 
 
 def check_row(row: Any, shape: Any, where: str) -> None:
-    """Raise ValueError, which begins with `where`, unless a row has what `shape` names; `OUTCOME` says how.
+    """Raise ValueError, which begins with `where`, unless a row has the fields of `shape`, written as in `OUTCOME`.
 
     A float may be a whole number, and NaN where there was nothing to measure.
     """

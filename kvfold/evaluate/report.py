@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#010203"
-"""Drawn in this, a line takes the colour of the page's text."""
+"""A placeholder: lines drawn in it take the colour of the page's text."""
 
 
 SIDES = ("key", "value")
@@ -40,7 +40,7 @@ COMPARISON: Row = {
         }
     ],
 }  # fmt: skip
-"""What a document of `kvfold compare` has, as `kvfold.evaluate.records` says it."""
+"""Fields of a document of `kvfold compare`, written as in `kvfold.evaluate.records`."""
 
 PLAN: Row = {
     "model": (str, None), "memory": int, "context": int, "versions": (dict, None),
@@ -48,7 +48,7 @@ PLAN: Row = {
         {"format": str, "bytes_per_token": float, "held_bytes": int, "longest_context": int, "users": int}
     ],
 }  # fmt: skip
-"""What a document of `kvfold plan` has."""
+"""Fields of a document of `kvfold plan`."""
 
 ISOLATED = tuple(f"ablation/{name}" for name in ("identity", "bridge", "keys", "values"))
 
@@ -106,7 +106,7 @@ class Results:
         own += rows
 
     def _kind_of(self, row: Row, where: str) -> tuple[list[Row], Row, list[Row]]:
-        """Where a row goes, what it must have, and the rows that it is: a document of a whole job is many."""
+        """The list for a row, the fields that it must have, and its rows: a document of a whole job has many."""
         if "staircase" in row:
             check_row(row, {"ablation": [dict], "staircase": [dict]}, where)
             return self.sweep, RUN, row["ablation"] + row["staircase"]
@@ -131,7 +131,7 @@ class Results:
 
 
 def _check_outcome(row: Row, where: str) -> None:
-    """Raise unless the task is known, and what its cases are told apart by is plain."""
+    """Raise unless the task is known, and the values that its cases are grouped by are plain."""
     if row["task"] not in TASKS:
         raise ValueError(f"{where}: task is {row['task']!r}, none of {', '.join(TASKS)}")
     for key in TASKS[row["task"]].group_by:
@@ -154,7 +154,7 @@ def _documents(path: Path) -> Iterator[Row]:
 
 
 def render(results: Results, title: str = "kvfold") -> str:
-    """The page: styles, plots and all, with nothing to fetch.
+    """The page, styles and plots included: it loads nothing else.
 
     Raises
     ------
@@ -237,7 +237,7 @@ def _quality(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _has_layers(row: Row) -> bool:
-    """Whether a row says of each layer what folding its keys and its values loses."""
+    """Whether a row has each layer's losses by folding keys and values."""
     keys, values = (row.get(name) or () for name in ("key_error", "value_error"))
     return len(keys) == len(values) > 0
 
@@ -249,7 +249,7 @@ def _sweep(rows: Sequence[Row]) -> Iterator[Section]:
     for own in sweeps.values():
         text = own[0]["eval"]
         about = f"{own[0]['config'].get('family')}, {text.get('model', '')}, {text['n_tokens']:,} tokens"
-        last = {row["config"]["format"]: row for row in own}  # a stage that failed may have been mended since
+        last = {row["config"]["format"]: row for row in own}  # a later row replaces that of a stage that failed
         ablation = [row for row in last.values() if row["stage"].startswith("ablation/")]
         # The last stages fold both sides, so the staircase may start from them.
         stairs = [row for row in last.values() if row["stage"] not in ISOLATED]

@@ -1,4 +1,4 @@
-"""What the evaluation asks of an engine that runs a model with caches."""
+"""The interface to engines that run a model with caches, as the evaluation needs it."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
@@ -19,7 +19,7 @@ Compared = tuple[FormatPair, Tensor, Tensor]
 class Runtime(Protocol):
     """A model on an engine.
 
-    Calling it with tokens, (1, T), and `past_key_values` gives what has their `logits`, (1, T, vocabulary).
+    Calling it with tokens, (1, T), and `past_key_values` gives an object with `logits`, (1, T, vocabulary).
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class Runtime(Protocol):
     dtype
         Name of the weights' dtype.
     packages
-        Whose versions its figures depend on.
+        Packages whose versions the figures depend on.
     """
 
     config: PreTrainedConfig
@@ -53,7 +53,7 @@ class Runtime(Protocol):
         """What a cache of `folded_cache` holds."""
 
     def compared(self, dense: Any, folded: Any) -> Iterator[Compared | None]:
-        """Of each layer what the codec's own error needs, when both caches read the same; None if it is dense."""
+        """For each layer, inputs of the codec's error after both caches have read the same; None for a dense layer."""
 
 
 def runtime_of(model: PreTrainedModel | Runtime) -> Runtime:

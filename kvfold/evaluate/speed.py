@@ -89,7 +89,7 @@ def measure_speed(
     new_tokens
         Tokens to decode after each, at least 2.
     progress
-        Told of tokens read or decoded.
+        Called with numbers of tokens read or decoded.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def measure_speed(
             raise ValueError(
                 f"context = {context}: the text has {ids.shape[1]} tokens, so give 1 to {ids.shape[1] - new_tokens}"
             )
-    for name in (DENSE, DENSE, *formats):  # what only first calls do: tables, operators, threads
+    for name in (DENSE, DENSE, *formats):  # work of first calls only: tables, operators, threads
         model(ids[:, :400], **cache_argument(model, _cache(model, name)), logits_to_keep=1)
     rows = []
     for context in contexts:
@@ -158,7 +158,7 @@ def _cache(model: PreTrainedModel, name: str) -> Cache:
 
 
 def _resident(field: str) -> int | None:
-    """A field of this process's status in bytes, where there is such a thing."""
+    """A field of this process's status in bytes; None where the system has none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -167,9 +167,9 @@ def _resident(field: str) -> int | None:
 
 
 def _reset_peak() -> int | None:
-    """Let the highest resident set start again; the present one, or None if the system cannot.
+    """Reset the peak of the resident set; returns the present one, or None if the system cannot reset it.
 
-    Memory that is free is given back first, or one cache would live in what another's run has left.
+    Freed memory is returned to the system first. Otherwise one cache would reuse what another's run has left.
     """
     gc.collect()
     with suppress(OSError, AttributeError):

@@ -1,9 +1,9 @@
 """The sweep: prove each stage right, then walk down in bits, one variable at a time.
 
-The protocol of seed 002. Perplexity cannot tell a coarse code from a bug in what carries it, so the ablation comes
-first, at bits where every stage is nearly lossless; a sweep over a stage that fails would measure the bug. The
-staircase then lowers key bits, value bits, page size and residual one after the other, each from where the one before
-ended, some twenty runs in the place of the grid's hundred.
+The protocol of sanctum-mlx. Perplexity cannot tell a coarse code from a bug in the code around it. So the ablation
+comes first, at bits where every stage is nearly lossless: a sweep over a stage that fails would measure the bug. The
+staircase then varies key bits, value bits, page size and residual one after the other, each from where the one before
+ended. That takes some twenty runs instead of the grid's hundred.
 """
 
 import socket
@@ -43,9 +43,9 @@ class Budgets:
     Attributes
     ----------
     pass_abs, pass_pct
-        Both hold for "pass".
+        Limits that must both hold for "pass".
     warn_abs
-        Holds for "warn"; beyond is "fail".
+        Limit for "warn"; beyond it is "fail".
     lossless_pct, lossless_kl
         What a stage of the ablation may change: perplexity in percent, and KL(dense ‖ folded) a token in nats.
     """
@@ -61,7 +61,7 @@ class Budgets:
             real(each.name, getattr(self, each.name), 0, MOST)
 
     def verdict(self, dense: float, ppl: float) -> Verdict:
-        """Of a format's perplexity `ppl` beside the dense cache's."""
+        """The verdict on a format's perplexity `ppl`, beside the dense cache's."""
         if not (isfinite(dense) and isfinite(ppl)):
             return "invalid"
         delta = abs(ppl - dense)
@@ -70,7 +70,7 @@ class Budgets:
         return "warn" if delta <= self.warn_abs else "fail"
 
     def verdict_of_stage(self, dense: float, ppl: float, kl: float) -> Verdict:
-        """Of a stage of the ablation, which must change next to nothing."""
+        """The verdict on a stage of the ablation, which must change next to nothing."""
         if not (isfinite(dense) and isfinite(ppl) and isfinite(kl)):
             return "invalid"
         same = 100 * abs(ppl - dense) <= self.lossless_pct * dense and kl <= self.lossless_kl
@@ -189,7 +189,7 @@ class Steps:
     key_bits, value_bits
         Descending; what lies below the first "fail" is not run.
     page_sizes, residuals
-        Beside those of the first steps (64, "none"). None: every residual that the family takes.
+        Further ones, beside those of the first steps (64, "none"). None: every residual that the family takes.
     """
 
     key_bits: Sequence[int] = (8, 6, 5, 4, 3, 2)
@@ -265,7 +265,7 @@ class Sweep:
         self.known = open_rows(path, RUN)
 
     def _check_passages(self) -> None:
-        """Raise if a sweep would fold nothing, or could not fold what it is told to."""
+        """Raise if a sweep would fold nothing, or could not fold what was asked for."""
         folded = [layer for layer in self.layers if layer.kind == "full"]
         if not folded:
             raise ValueError(
@@ -317,7 +317,7 @@ class Sweep:
         rows: dict[str, Row] = {}
 
         def step(name: str, configs: Iterable[Config], stop_at_fail: bool = False) -> Config:
-            """Run configs; the cheapest that passes, or else the one that comes closest."""
+            """Run configs; returns the cheapest that passes, or else the one that comes closest."""
             ran = []
             for config in configs:
                 row = rows[config.format] = self._measure(name, config)
@@ -373,7 +373,7 @@ class Sweep:
     def _policy(self, config: Config | None) -> Policy:
         if config is None:
             return Policy(f"{self.family}-4", exceptions=[(i, "dense") for i in range(len(self.layers))])
-        # float16 has no window of its own, so the bridge gets that of the formats that it is to carry.
+        # float16 has no window of its own, so the bridge stage gets that of the family's formats.
         window = get_format(f"{self.family}-4", 64).window
         bare = {config.key_bits, config.value_bits} == {FLOAT16}
         return Policy(config.format, window=window if bare and window != Window() else None)
@@ -390,7 +390,7 @@ class Sweep:
         )
 
     def _identity(self) -> Row:
-        """The model with every layer dense, attached, beside itself as it was before kvfold touched it."""
+        """The attached model with every layer dense, beside the same model not attached."""
 
         meters = {"dense": FidelityMeter(), "attached": FidelityMeter()}
         for ids in self.passages:
@@ -424,7 +424,7 @@ class Sweep:
         }
 
     def _describe(self, config: Config | None) -> Row:
-        """The seed's fields, and ours."""
+        """The fields that sanctum-mlx writes, and ours."""
         head_dim = next((layer.key_dim for layer in self.layers if layer.kind == "full"), None)
         if config is None:
             return {"format": "dense", "family": self.family, "head_dim": head_dim}

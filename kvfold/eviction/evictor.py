@@ -15,9 +15,9 @@ class Evictor:
     Attributes
     ----------
     policy
-        What it goes by.
+        The policy.
     triggers
-        How often tokens went.
+        How often tokens were evicted.
     """
 
     def __init__(self, policy: Eviction) -> None:
@@ -41,7 +41,7 @@ class Evictor:
         self.act(layers, policy.slack or 0)
 
     def act(self, layers: Sequence[LayerCache], slack: int = 0) -> None:
-        """Let go what layers hold beyond their budgets, if it is more than `slack`."""
+        """Evict what layers hold beyond their budgets, if it is more than `slack`."""
         policy, acted = self.policy, False
         layers = [layer for layer in layers if layer.groups]
         for number in range(len(layers[0].groups) if layers else 0):
@@ -60,13 +60,13 @@ class Evictor:
             chosen = [(each.rows, keep, each.rows.evicted) for each, keep in zip(over, policy.keep(over), strict=True)]
             try:
                 acted |= self._evict(chosen)
-            except BaseException:  # an interrupt: all layers forget, or they would not go together any more
+            except BaseException:  # an interrupt: finish in all layers, or they would hold different tokens
                 self._evict(chosen)
                 raise
         self.triggers += acted
 
     def _evict(self, chosen: Sequence[tuple[FoldedRows, Tensor | None, int]]) -> bool:
-        """Let rows keep what was chosen for them, unless they have evicted more than given; whether any has to."""
+        """Evict all but the chosen tokens of rows that have not evicted since; returns whether any were to evict."""
         for rows, keep, evicted in chosen:
             if keep is not None and rows.evicted == evicted:
                 rows.evict(keep, self.policy.unit == "page")

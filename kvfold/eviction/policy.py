@@ -15,7 +15,7 @@ from kvfold.formats.page import Pages
 Mode = Literal["union", "per_head", "per_layer_per_head"]
 MODES = ("union", "per_head", "per_layer_per_head")
 SPREAD = 2.0
-"""What a page is worth: the mean of its tokens' scores and so many of their deviations (benchmarks/eviction.py)."""
+"""A page's worth is the mean of its tokens' scores plus this many of their deviations (benchmarks/eviction.py)."""
 PAGE_BLOCK = 16
 """Pages that are scored at a time."""
 
@@ -29,9 +29,9 @@ class Candidates:
     layer
         The layer's index.
     rows
-        What holds them.
+        The rows that hold them.
     slots
-        How many: the first that are folded.
+        How many: the first folded ones.
     queries
         The newest queries, (batch, heads, tokens, key_dim), if the policy asked for them.
     """
@@ -52,7 +52,7 @@ class Candidates:
         return self.rows.seen - 1
 
     def blocks(self) -> Iterator[tuple[slice, Pages]]:
-        """Some pages at a time, and the slots that they are."""
+        """Blocks of up to `PAGE_BLOCK` pages, each with its slots."""
         size = self.rows.page_size
         for first in range(0, self.slots // size, PAGE_BLOCK):
             stop = min(first + PAGE_BLOCK, self.slots // size)
@@ -61,24 +61,23 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(ABC):
-    """A policy: scores, and what is made of them. Subclasses give the scores.
+    """A policy: which tokens go, and when, by scores that subclasses give.
 
     Tokens go for good, and their memory with them. The sinks and the newest tokens always stay.
 
     Attributes
     ----------
     budget
-        Tokens that a head keeps in a layer, dense ones included. Where pages go, or fold as a whole, it keeps up to 63
-        less.
+        Tokens that a head keeps in a layer, dense ones included. Where whole pages go or fold, it keeps up to 63 fewer.
     keep_first
-        The first tokens of a sequence, which stay whatever their scores: a prompt's length keeps the prompt. Formats
-        keep some of them dense by themselves.
+        How many first tokens of a sequence stay whatever their scores; a prompt's length keeps the prompt. Formats keep
+        some of them dense by themselves.
     recent
-        The newest tokens, which stay.
+        How many of the newest tokens stay.
     interval
-        Tokens go after every so many new ones, if there are more than `budget`.
+        Tokens go after every `interval` new ones, if there are more than `budget`.
     slack
-        In the place of an interval: tokens go when there are more than `budget` + `slack`.
+        Instead of an interval: tokens go when there are more than `budget` + `slack`.
     mode
         Who chooses: "union", all heads of all layers together, by the highest score that any of them gives; "per_head",
         each head by the mean over all layers; "per_layer_per_head", each for itself.
@@ -86,10 +85,10 @@ class Eviction(ABC):
         0: the highest scores stay (the paper's policy). Else the sequence between the first and the newest tokens is
         cut into so many parts, and each keeps an equal share.
     unit
-        What goes: whole "page"s of 64 tokens, by the mean of their scores and twice their deviation; or single
-        "token"s. Pages keep neighbours together, which a model needs to say again what it read, and nothing in them
-        moves. Where pages have centres or channel scales ("kvfold", "centred"), a page that loses tokens and those
-        after it are folded once more at each trigger.
+        What goes: whole "page"s of 64 tokens, by the mean of their scores plus twice their deviation; or single
+        "token"s. Whole pages keep neighbours together, which a model needs to repeat what it read, and nothing in them
+        moves. If single tokens go and pages have centres or channel scales ("kvfold", "centred"), the page that loses
+        tokens and those after it are folded again at each trigger.
     """
 
     budget: int
@@ -161,7 +160,7 @@ class Eviction(ABC):
 
 @dataclass(eq=False)
 class _Units:
-    """What can go of one layer: tokens, or pages.
+    """The units of one layer that can go: tokens, or pages.
 
     Attributes
     ----------
@@ -208,7 +207,7 @@ class _Units:
 
 
 def _share(units: Sequence[_Units], mode: Mode) -> None:
-    """Let scores agree: over layers for each head ("per_head"), or over all ("union")."""
+    """Make scores agree: over layers for each head ("per_head"), or over all ("union")."""
     order = [each.start.argsort(-1) for each in units]
     ordered = [each.scores.gather(-1, own) for each, own in zip(units, order, strict=True)]
     places = [each.start.gather(-1, own) for each, own in zip(units, order, strict=True)]
@@ -224,7 +223,7 @@ def _share(units: Sequence[_Units], mode: Mode) -> None:
 
 
 def _by_segments(scores: Tensor, start: Tensor, first: int, stop: int, segments: int, quota: int) -> Tensor:
-    """Scores that let each of `segments` equal parts of first … stop keep its best `quota`, and then the best."""
+    """Scores raised so that each of `segments` equal parts of first … stop keeps its best `quota`; then the best."""
     part = ((start - first).clamp_min(0) * segments // max(stop - first, 1)).clamp_max(segments - 1)
     finite = scores.masked_fill(scores.isinf(), 0)
     lift, lifted = finite.amax() - finite.amin() + 1, scores.clone()

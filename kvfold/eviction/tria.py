@@ -1,4 +1,4 @@
-"""What a model's queries are like before RoPE, and the TRIA file that holds it.
+"""Statistics of a model's queries before RoPE, and the TRIA file that holds them.
 
 A file of version 1 or 2, little-endian: 0 u32 magic, u32 version; 8 u32 layers, heads, kv_heads, head_dim, pairs;
 28 f32 rope_theta, f32 attn_scale; 36 to 63 zero; version 2: 64 f32[layers] budget scales; then for each layer and head
@@ -20,7 +20,7 @@ from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 MAGIC = 0x54524941
 HEADER = struct.Struct("<7I2f28x")
 BANDS = 2
-"""A layer's budget goes by so many of its strongest pairs."""
+"""How many of its strongest pairs decide a layer's budget."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class QueryStatistics:
     head_dim
         Channels that RoPE turns, 2F.
     rope_theta, attn_scale
-        Of the model, as whoever measured it says; F frequencies are θ^(−f/F) if RoPE is not scaled.
+        Of the model, as recorded when it was measured; the F frequencies are θ^(−f/F) if RoPE is not scaled.
     tables
         Re E[q], Im E[q], E|q| and |E q|/E|q|: float32, (layers, heads, 4, F). Zeros where a layer was not measured.
     budget_scales
@@ -95,7 +95,7 @@ class QueryStatistics:
         return torch.complex(real, imaginary), magnitude
 
     def measured(self, layer: int) -> bool:
-        """Whether there is anything of a layer."""
+        """Whether a layer was measured."""
         return layer < self.layers and bool(self.tables[layer].any())
 
     def with_rope_theta(self, rope_theta: float) -> "QueryStatistics":

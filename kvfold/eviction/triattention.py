@@ -1,4 +1,4 @@
-"""TriAttention (arXiv 2604.04921): keys that the model's queries, as they are on average, will not ask for, go."""
+"""TriAttention (arXiv 2604.04921): evicts keys that the model's average queries are expected to ignore."""
 
 from dataclasses import KW_ONLY, dataclass
 from math import isfinite
@@ -17,8 +17,8 @@ from kvfold.quant.importance import expected_queries, pair_scores
 class TriAttention(Eviction):
     """Scores of keys by a trigonometric series of their distance (`kvfold.quant.importance` has the formula).
 
-    Scores of each query head have mean 0 and deviation 1 over the tokens; a KV head takes the highest of its query
-    heads. Keys are scored some pages at a time, from codes; "amx3" has them before RoPE.
+    Scores of each query head are normalised to mean 0 and deviation 1 over the tokens; a KV head takes the highest of
+    its query heads. Keys are scored some pages at a time, from codes; "amx3" has them before RoPE.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class TriAttention(Eviction):
     layer_budgets
         Whether a layer's budget is multiplied by its scale in the file; for the mode "per_layer_per_head".
     frequencies, turned_by
-        RoPE's ω_f, and what it multiplies keys by; `FoldedCache` fills them in from the model's config.
+        RoPE's ω_f, and the factor that it multiplies keys by; `FoldedCache` fills them in from the model's config.
     """
 
     statistics: QueryStatistics

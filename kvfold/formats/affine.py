@@ -1,4 +1,4 @@
-"""Group-affine codes (seed 002): values as whole steps from the least of their group."""
+"""Group-affine codes (sanctum-mlx): values as whole steps from the minimum of their group."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ GROUPS = (32, 64, 128)
 class Affine(BlockFormat):
     """x̂ = zero + s·code for groups of channels of one token: zero = min, s = (max − min)/(2^b − 1), both float16.
 
-    Blocks have for each group s, zero, and codes as a stream of bits.
+    A block holds for each group s, zero, and the codes as a stream of bits.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Affine(BlockFormat):
     group: int = 128
 
     summary = "Steps from the least to the largest of each group of channels, not rotated"
-    source = "sanctum-mlx (seed 002), after KVQuant (arXiv 2401.18079)"
+    source = "sanctum-mlx, after KVQuant (arXiv 2401.18079)"
     bit_range = (2, 8)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Affine(BlockFormat):
     def encode(self, x: Tensor) -> TokenCodes:
         x, most = x.unflatten(-1, (-1, self.width)), 2**self.bits - 1
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        zero, scale = low.half(), ((high - low) / most).half()  # codes go by the stored ones
+        zero, scale = low.half(), ((high - low) / most).half()  # codes are computed from these, as stored
         steps = (x - zero.float()) / scale.float()
         code = steps.where(scale != 0, 0).round().clamp(0, most)
         return TokenCodes(code.to(torch.uint8).flatten(-2), scale.squeeze(-1), zero.squeeze(-1))

@@ -1,4 +1,7 @@
-"""AMX3 blocks (seed 004): a tbq3 block for attention, and beside it the key before RoPE for scores of importance."""
+"""AMX3 blocks of the TBQ fork of llama.cpp.
+
+A tbq3 block for attention, and beside it the key before RoPE for scores of importance.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,12 +20,13 @@ ANGLE_BITS = 4
 
 @dataclass(frozen=True)
 class AMX3(BeforeRope):
-    """Part A, 50 bytes, is `tbq3` and all that attention reads. Part B, 58 bytes, holds σ, 3-bit radii and 4-bit angles
-    of the pairs k[f] + i·k[f + 64] with RoPE turned back, for eviction to score without unfolding a key.
+    """Part A, 50 bytes, is a `tbq3` block; attention reads nothing else. Part B, 58 bytes, holds σ, 3-bit radii and
+    4-bit angles of the pairs k[f] + i·k[f + 64] with RoPE turned back. From it, eviction scores keys without unfolding
+    them.
     """
 
     summary = "tbq3 blocks with the key before RoPE beside them, as radii and angles"
-    source = "TBQ fork of llama.cpp (seed 004)"
+    source = "TBQ fork of llama.cpp"
 
     @property
     def block_bytes(self) -> int:

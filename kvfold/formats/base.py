@@ -20,15 +20,15 @@ from kvfold.quant.rotated import RotatedCode
 
 MAX_HEAD_DIM = 1024
 UNDO = 24
-"""`Window.undo` of formats that fold by page: more than models draft at a time."""
+"""`Window.undo` of formats that fold by page: more tokens than models draft at a time."""
 LARGEST_PAGE = 2**16
-"""Tokens of the longest page: a name, or a file, that asks for longer ones is refused before it gets the memory."""
+"""Tokens of the longest page. Names and files with longer pages are refused before any memory is allocated."""
 LARGEST_WINDOW = 2**20
-"""So are wider windows."""
+"""Tokens of the widest window; wider ones are refused, too."""
 
 
 def check_page_size(name: str, size: int) -> None:
-    """Raise ValueError unless a page can have so many tokens; `name` is what the user gave them as."""
+    """Raise ValueError unless a page can have `size` tokens; `name` is the argument's name in the message."""
     whole(name, size)
     if size % TILE or not TILE <= size <= LARGEST_PAGE:
         raise ValueError(f"{name} = {size}: a page is a multiple of {TILE} tokens, no pages of over {LARGEST_PAGE}")
@@ -120,28 +120,28 @@ class Format(ABC):
 
     @property
     def awaits_fit(self) -> bool:
-        """Whether `fitted` must give tables of this format before it folds."""
+        """Whether this format needs tables from `fitted` before it folds."""
         return False
 
     def token_code(self) -> RotatedCode | None:
-        """How a token that folds by itself becomes codes; None if that is no kernel's work."""
+        """How a token that folds by itself becomes codes; None if no kernel folds such tokens."""
         return None
 
     def fitted(self, statistics: KeyStatistics) -> "Format":
-        """This format with tables made for vectors of which `statistics` tell."""
+        """This format with tables fitted to vectors with these statistics."""
         return self
 
     def fit_tables(self) -> dict[str, Tensor]:
-        """What `fitted` made, by name: tables (batch, heads, …) or, from a calibration, (heads, …)."""
+        """The tables that `fitted` made, by name: (batch, heads, …) or, from a calibration, (heads, …)."""
         return {}
 
     def with_fit_tables(self, tables: Mapping[str, Tensor]) -> "Format":
-        """This format with what `fit_tables` gave.
+        """This format with the tables that `fit_tables` returned.
 
         Raises
         ------
         ValueError
-            If that cannot be what it gave.
+            If they cannot be such tables.
         """
         if tables:
             raise ValueError(f"{type(self).__name__} has no tables called {', '.join(tables)}")
@@ -155,7 +155,7 @@ class Format(ABC):
         return self
 
     def sharpness(self, count: Tensor) -> Tensor | None:
-        """Factors on scores of queries that look at `count` tokens each, keys being in this format; None: no rule."""
+        """Factors on scores of queries that read `count` tokens each from keys in this format; None without a rule."""
         return None
 
     def select(self, rows: Tensor) -> "Format":
@@ -169,14 +169,14 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> TokenCodes:
-        """Codes, scales and page metadata of one page's tokens each, `x` float32 of (…, T, D)."""
+        """Codes, scales and page metadata of `x`, float32, (…, T, D), whose T tokens are one page."""
 
     def encode_at(self, x: Tensor, position: int) -> TokenCodes:
-        """`encode` of tokens of which the first is at `position`; few formats care."""
+        """`encode` for tokens that begin at `position`; few formats care."""
         return self.encode(x)
 
     def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
-        """Pages that hold `x` from slot `slot` of the first one on, and nothing elsewhere.
+        """Pages that hold `x` from slot `slot` of the first page on; all other slots are empty.
 
         Parameters
         ----------
@@ -196,7 +196,7 @@ class Format(ABC):
         return pages
 
     def fold_into(self, x: Tensor, places: Places) -> None:
-        """Fold whole pages by GPU kernels, each part to its place.
+        """Fold whole pages by GPU kernels, with each part written to its place.
 
         Parameters
         ----------
@@ -268,12 +268,12 @@ class Format(ABC):
 
 
 def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
-    """Add tokens of nothing but zeros before and after."""
+    """Add all-zero tokens before and after."""
     return tokens.map_tokens(lambda t: pad(t, (0, 0, before, after)))
 
 
 class OutOfRange(ValueError):
-    """Vectors are too large for what describes a page of them."""
+    """Vectors are too large for the dtype of a page's scales or centre."""
 
 
 def require_finite(pages: Pages) -> None:

@@ -1,4 +1,4 @@
-"""What formats have in common that hold keys as they were before RoPE."""
+"""The base of formats that hold keys as they were before RoPE."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from kvfold.quant.polar import default_frequencies
 DIM = 128
 PAIRS = DIM // 2
 BASE = 1e6
-"""RoPE's base where nobody says another: what the system assumes for all models."""
+"""RoPE's base by default: the TBQ fork assumes it for all models."""
 
 
 def frequencies_of(base: float) -> tuple[float, ...]:
@@ -24,7 +24,7 @@ def frequencies_of(base: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class BeforeRope(BlockFormat):
-    """Keys of 128 channels, of which channel f and channel f + 64 are turned together, as Llama's and most others are.
+    """Keys of 128 channels, where RoPE turns channels f and f + 64 together, as in Llama and most other models.
 
     Attributes
     ----------

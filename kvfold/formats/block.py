@@ -1,4 +1,4 @@
-"""What formats have in common that exist elsewhere as rows of bytes."""
+"""The base of formats that other systems store as rows of bytes."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from kvfold.formats.page import Pages, TokenCodes
 
 @dataclass(frozen=True)
 class BlockFormat(Format):
-    """A format whose vectors others store as blocks of bytes.
+    """A format whose vectors other systems store as blocks of bytes.
 
-    Its pages hold the same numbers in the page form's order, so that attention reads them as any other's, and blocks
-    and pages become each other without loss.
+    Its pages hold the same numbers in the page form's order. So attention reads them like any other pages, and blocks
+    convert to pages and back without loss.
     """
 
     @property
@@ -67,7 +67,7 @@ class BlockFormat(Format):
         return pages
 
     def check(self, tokens: TokenCodes) -> None:
-        """Raise ValueError unless tokens read from blocks are such as `fold` makes."""
+        """Raise ValueError if `fold` could not have made these tokens, read from blocks."""
         signed = self.form.signed_scale
         for name in ("scale", "offset", "plain"):
             part: Tensor | None = getattr(tokens, name)

@@ -10,11 +10,10 @@ from kvfold.formats.rotated import Rotated
 class Centred(Rotated):
     """A page's vectors are folded as differences from their mean, z.
 
-    Keys of neighbouring tokens share a large common part. It costs codes range and buys nothing:
-    stored once a page (16 bits a channel), it leaves a smaller remainder for the codes, and attention
-    adds it back by one dot product a page. On the demo model this takes 4-bit keys from +8.1 % to
-    +2.0 % perplexity. Remainders are rotated by a randomised Hadamard matrix, coded against the levels
-    of a sphere's coordinate and rescaled to their exact norm.
+    Keys of neighbouring tokens share a large common part, which would waste the codes' range. Stored once a page (16
+    bits a channel), it leaves a smaller remainder for the codes, and attention adds it back by one dot product a page.
+    On the demo model this takes 4-bit keys from +8.1 % to +2.0 % perplexity. Remainders are rotated by a randomised
+    Hadamard matrix, coded against the levels of a sphere's coordinate and rescaled to their exact norm.
     """
 
     summary = "Lloyd–Max codes around each page's centre, Hadamard rotation, exact norms"

@@ -1,4 +1,4 @@
-"""Bits where queries look: how kvfold folds keys."""
+"""More bits for channels that queries weigh more: how kvfold folds keys."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -20,7 +20,7 @@ QUARTERS = {
     1: (1, 1, 1, 1), 2: (3, 2, 2, 1), 3: (5, 3, 2, 2), 4: (6, 4, 3, 3),
     5: (7, 5, 4, 4), 6: (8, 6, 5, 5), 7: (8, 8, 6, 6), 8: (8, 8, 8, 8),
 }  # fmt: skip
-"""Bits of the four quarters of a head's channels, the most important first, by their mean."""
+"""Bits of the four quarters of a head's channels, the most important first, for each mean."""
 
 SCALES = 8
 """How many scales are tried for each channel, from its deviation to its largest value."""
@@ -28,15 +28,15 @@ SCALES = 8
 
 @dataclass(frozen=True)
 class Channelwise(Ordered):
-    """Each channel of a page has its own centre and scale, and bits by how much queries make of it.
+    """Each channel of a page has its own centre and scale, and more bits the more queries weigh it.
 
-    x̂ = z + S ⊙ lut[code], with channels in the order of E[q_c²]·Var(k_c): errors in channels that queries hardly
-    touch hardly move a score. The order is found from the first tokens of a prompt, or given by a calibration; which
-    place has how many bits is fixed, so that all pages of all heads are alike.
+    x̂ = z + S ⊙ lut[code], with channels in the order of E[q_c²]·Var(k_c): errors in channels that queries hardly weigh
+    hardly move a score. The order comes from the first tokens of a prompt, or from a calibration. The bits of each
+    place in the order are fixed, so that all pages of all heads are alike.
 
-    z is the mean of the page or the middle of its range, S one of `SCALES` steps from the standard deviation to
-    what reaches the largest value: whichever leaves the least Σ e⁴. Fourth powers look after outliers, which are the
-    tokens that get attention.
+    z is the mean of the page or the middle of its range. S is one of `SCALES` steps from the standard deviation to the
+    scale that reaches the largest value. The pair with the least Σ e⁴ is taken: fourth powers protect outliers, which
+    are the tokens that get attention.
     """
 
     summary = "Codes with a centre and scale for each channel of a page, more bits where queries look"
@@ -48,7 +48,7 @@ class Channelwise(Ordered):
 
     @property
     def awaits_fit(self) -> bool:
-        return self.order is None and len(set(self._bits)) > 1  # else all places are alike
+        return self.order is None and len(set(self._bits)) > 1  # with equal bits, order does not matter
 
     @property
     def _bits(self) -> tuple[int, ...]:
@@ -85,15 +85,15 @@ class Channelwise(Ordered):
 
 @cache
 def _levels(bits: tuple[int, ...]) -> Tensor:
-    """One level table for all that spread their bits alike."""
+    """The level table, shared by all formats with the same bits."""
     return level_table({b: even_flat_levels(b) if b == 7 else on_grid(flat_levels(b)) for b in set(bits)}, bits)
 
 
 def spread_bits(bits: int, groups: int) -> tuple[int, ...]:
     """Bits of each group of 16 channels, with a mean of `bits`.
 
-    If quarters are no whole groups the mean is a little less (2.8 in place of 3 for 80 channels); fewer than four
-    groups all have the same.
+    The mean is a little lower if quarters are not whole groups (2.8 instead of 3 for 80 channels). Fewer than four
+    groups all have the same bits.
     """
     if groups < 4:
         return (bits,) * groups

@@ -22,7 +22,7 @@ class Corrected(Wrapped):
     """b bits as (b − 1)-bit codes of another format and a sign of the remainder for each coordinate.
 
     Signs are channels D … 2D of the page form: a second channel group with a scale of its own, two levels,
-    and R⁻¹ = [R⁻¹, R⁻¹·Mᵀ]. So the page grows wider, and nothing that reads pages has to know.
+    and R⁻¹ = [R⁻¹, R⁻¹·Mᵀ]. So the page grows wider, and code that reads pages needs no change.
 
     Attributes
     ----------

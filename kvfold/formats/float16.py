@@ -38,9 +38,9 @@ class DenseForm(PageForm):
 class Float16(BlockFormat):
     """x as float16 in pages, neither rotated nor coded.
 
-    For keys or values that are to stay dense beside folded ones (`float16:turboquant-3`), and, for both, to
-    tell whether a fault lies in codes or in what carries them. A vector's scale is a power of two, 1 unless
-    the vector leaves float16's range. Blocks are the float16 numbers alone.
+    For keys or values that stay dense beside folded ones (`float16:turboquant-3`). Used for both, it tells whether a
+    fault lies in codes or in the code that stores and reads them. A vector's scale is a power of two, 1 unless the
+    vector leaves float16's range. Blocks are the float16 numbers alone.
     """
 
     bits: int = 16

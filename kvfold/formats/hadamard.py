@@ -9,8 +9,8 @@ from kvfold.formats.rotated import Rotated
 class Hadamard(Rotated):
     """x̂ = s·Rᵀ·c with s = ‖x‖²/⟨Rx, c⟩, so that inner products with x̂ are unbiased over random rotations.
 
-    Attention adds many values up. Their errors average out, a common shrinkage does not: at 2 bits this scale leaves
-    a quarter less divergence than the least-squares one, whose x̂ are closer and shorter.
+    Attention adds many values up. Their errors average out, but a common shrinkage does not. At 2 bits this scale
+    leaves a quarter less divergence than the least-squares one, whose x̂ are closer to x, but shorter.
     """
 
     summary = "Lloyd–Max codes after a Hadamard rotation, unbiased scales"

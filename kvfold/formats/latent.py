@@ -1,4 +1,4 @@
-"""Keys whose last channels stay numbers, and values that are a view of keys: multi-head latent attention (MLA)."""
+"""Keys whose last channels stay uncoded, and values that are a view of keys: multi-head latent attention (MLA)."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -10,7 +10,7 @@ from kvfold.formats.base import Format
 from kvfold.formats.float16 import Float16
 from kvfold.formats.names import get_format, parse
 from kvfold.formats.page import FirstChannels, PageForm, Pages, TokenCodes
-from kvfold.formats.rules import told
+from kvfold.formats.rules import log_stand_in
 from kvfold.formats.tbq import ROPE
 from kvfold.formats.wrapped import Wrapped
 from kvfold.quant.transforms import AnyTransform, Transform
@@ -25,7 +25,7 @@ class Latent(Wrapped):
     """
 
     summary = "The latent part of MLA keys in another format, the rotary part float16"
-    source = "TBQ fork of llama.cpp (seed 004)"
+    source = "TBQ fork of llama.cpp"
     bit_range = (1, 16)
 
     @classmethod
@@ -52,7 +52,7 @@ class Latent(Wrapped):
 class KeyView(Format):
     """Values that are the first channels of their keys: they have no pages of their own.
 
-    Of keys with a residual only the codes count: its signs correct products with queries.
+    If keys have a residual, values are read from the codes alone: its signs only correct products with queries.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class KeyView(Format):
 
 @cache
 def _first(transform: AnyTransform, dim: int) -> AnyTransform:
-    """The part of a transform that makes the first `dim` coordinates of the first `dim` channels."""
+    """The part of a transform that maps the first `dim` channels to the first `dim` coordinates."""
     if not isinstance(transform, Transform) or transform.matrix.shape[0] <= dim:
         return transform
     return Transform(transform.matrix[:dim, :dim])
@@ -107,7 +107,7 @@ def latent(name: str, key_dim: int, latent_dim: int) -> Format:
     """
     block = parse(name).block
     if block in ("amx3", "tbqx3"):
-        name = name.replace(block, told(block, "tbq3", "it turns RoPE back, and a latent has none"), 1)
+        name = name.replace(block, log_stand_in(block, "tbq3", "it turns RoPE back, and a latent has none"), 1)
         block = "tbq3"
     if block is not None and block.startswith("tbq") and (latent_dim, key_dim - latent_dim) == (512, ROPE):
         return get_format(name, key_dim)

@@ -67,13 +67,13 @@ PAIRS = {
     "balanced-lloyd": "turboquant-4:turboquant-4",
     "experimental-max-lloyd": "turboquant-4+qjl:turboquant-4+qjl",
 }
-"""Pairs by the names that their systems give them (seeds 002 and 003); "-lloyd": with Lloyd–Max levels."""
+"""Pairs by the names that their systems give them (sanctum-mlx and SKaiNET); "-lloyd": with Lloyd–Max levels."""
 
 FORMATS = (
     "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "hadamard-4", "turboquant-8", "turboquant-4", "turboquant-3",
     "turboquant-2", "float16",
 )  # fmt: skip
-"""The names to choose from first; `GRAMMAR` has them all, and `PRESETS` more names for some."""
+"""The formats to try first. `GRAMMAR` describes all names; `PRESETS` has further names for some."""
 
 GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
 """kvfold-4, turboquant-3+qjl (one of the 3 bits for signs of the remainder), kvfold-4@128 (pages of 128 tokens)."""
@@ -82,10 +82,10 @@ OTHERS = ("affine-BITS[gGROUP]", "uniform-BITS[r]", *(f"turboquant-{split}" for 
 """Names beside the grammar's: affine-4g32 (groups of 32), uniform-3r (with a residual), turboquant-2.5."""
 
 NO_RESIDUAL = ("kvfold",)
-"""Families whose keys no residual fits: their channels have scales of their own, and bits by importance."""
+"""Families whose keys take no residual, as each channel has its own scale, and bits by importance."""
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
-"""A number has one spelling: no other digits than these, no zeros before them; and no more than fit 32 bits."""
+"""A number has one spelling: ASCII digits, no leading zeros, and few enough to fit 32 bits."""
 _FAMILY = re.compile(rf"([a-z]+)-{_NUMBER}(?:\+([a-z]+))?")
 _AFFINE = re.compile(rf"affine-{_NUMBER}(?:g{_NUMBER})?")
 _UNIFORM = re.compile(rf"uniform-{_NUMBER}(r?)")
@@ -103,7 +103,7 @@ class Name:
     page_size
         If the name says one.
     block, suffix
-        Of `BLOCKS`: which, and the number of the block that the name asks for ("_2"), if it does.
+        The name in `BLOCKS`, and the number of the block if the name has one ("2" in "tbq3_2").
     """
 
     build: Callable[..., Format]
@@ -114,7 +114,7 @@ class Name:
 
 @lru_cache(maxsize=None, typed=True)  # 64.0 is no head_dim, though it equals 64
 def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
-    """The format `name` for vectors of `head_dim` coordinates; all who ask share one object and its tables.
+    """The format `name` for vectors of `head_dim` coordinates; cached, so all callers share it and its tables.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
         D, a multiple of 8 from 8 to 1,024.
     lanes
         "tokens" to fold keys (default), "channels" to fold values; a family may fold the two in different ways.
-        kvfold's keys want `Format.fitted` first: without it, channels are taken in the order they come.
+        Fit kvfold's keys first (`Format.fitted`): otherwise their channels keep the order they come in.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def parse(name: str) -> Name:
     Raises
     ------
     ValueError
-        If it is none.
+        If it is no format's name.
     """
     whole = PRESETS.get(name, name)
     stem, at, size = whole.partition("@")

@@ -1,18 +1,18 @@
-"""Numbers that users give, held to what they may be, so that nothing is computed with any other."""
+"""Checks of the numbers that users give, so that nothing is computed with an impossible one."""
 
 from numbers import Integral, Real
 from reprlib import repr as short
 from typing import Any
 
 LARGEST = 2**31 - 1
-"""No number of tokens, rows, heads or channels is larger, so that products of four fit 64 bits where one is 0."""
+"""The most tokens, rows, heads or channels: products of two stay within 64 bits."""
 
 MOST_OF_A_MODEL = 2**16
 """No model has more layers or heads."""
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, what: str = "a whole number") -> int:
-    """`value`, a whole number within bounds; `what` says of what, in the message.
+    """`value`, a whole number within bounds; `what` describes such a number in the message.
 
     Raises
     ------

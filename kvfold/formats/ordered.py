@@ -1,4 +1,4 @@
-"""What formats have in common that put each head's channels into an order of their own."""
+"""The base of formats that reorder each head's channels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,8 @@ class Ordered(Format):
     Attributes
     ----------
     order
-        Which channel comes when: int16, (heads, D) or (batch, heads, D). None: not fitted, channels as they come.
+        order[…, i] is the channel that comes i-th: int16, (heads, D) or (batch, heads, D). None: not fitted, channels
+        as they come.
     """
 
     order: Tensor | None = field(default=None, compare=False, repr=False)

@@ -17,17 +17,17 @@ from kvfold.quant.transforms import ChannelOrder, OrderedMatrix, orthogonal
 
 @dataclass(frozen=True)
 class Outliers(Ordered):
-    """Two independent instances of Algorithm 1: the channels of the largest energy in their own, with more bits.
+    """Two independent instances of Algorithm 1: one of them, with more bits, for outliers.
 
-    Which those are is found for each head from the first tokens of a prompt, by E[x_c²]: the paper does not say how.
-    Tokens stay dense until then.
+    Outliers are the channels with the largest E[x_c²] over a prompt's first tokens, found for each head: the paper does
+    not say how. Tokens stay dense until then.
 
     Attributes
     ----------
     bits
-        Of the other channels.
+        Bits of the other channels.
     outliers
-        How many have `outlier_bits`: a multiple of 16.
+        How many channels have `outlier_bits`: a multiple of 16.
     """
 
     outliers: int = TILE
@@ -47,7 +47,7 @@ class Outliers(Ordered):
 
     @classmethod
     def of(cls, name: str, head_dim: int, **shape: object) -> "Outliers":
-        """By the mean of its bits: "2.5", "3.5" or "3.5q"."""
+        """The format named by the mean of its bits: "2.5", "3.5" or "3.5q"."""
         divisor, bits, more = SPLITS[name]
         if head_dim % (divisor * TILE):
             raise ValueError(f"head_dim = {head_dim}: turboquant-{name} takes multiples of {divisor * TILE}")
@@ -96,12 +96,14 @@ class Outliers(Ordered):
 
 @cache
 def _tables(bits: tuple[int, ...], sizes: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
-    """Levels and the rotation of both parts, one for all that split alike."""
+    """Levels and the rotation of both parts, shared by all formats with the same split."""
     levels = {b: sphere_levels(b, d) for b, d in zip((bits[0], bits[-1]), sizes, strict=True)}
     rotations = (orthogonal("haar", d, seed + i).matrix for i, d in enumerate(sizes))
     return level_table(levels, bits), torch.block_diag(*rotations)
 
 
 SPLITS = {"2.5": (4, 2, 1), "3.5": (2, 3, 1), "3.5q": (4, 3, 2)}
-"""Outliers as a part of all channels, bits, and bits that outliers have more: 32 × 3 + 96 × 2 at D = 128 (the paper's),
-64 × 4 + 64 × 3, and 32 × 5 + 96 × 3 (it gives no split for 3.5)."""
+"""One channel in how many is an outlier, bits, and extra bits of outliers.
+
+At D = 128: 32 × 3 + 96 × 2 (the paper's), 64 × 4 + 64 × 3, and 32 × 5 + 96 × 3 (the paper gives no split for 3.5).
+"""

@@ -38,7 +38,7 @@ class TokenCodes:
     beside
         Bytes that attention does not read: uint8, (…, T, any); may be absent.
     centre, channel_scale
-        z and S of the page that these tokens are: float16, (…, D); absent where a format has none.
+        z and S of the page that these tokens make up: float16, (…, D); absent where a format has none.
     """
 
     code: Tensor
@@ -129,7 +129,7 @@ class PageForm:
     lut
         Levels of each channel group: float32, (⌈code_dim/16⌉, levels).
     transform
-        R, from D to `code_dim` coordinates; plain channels pass it by.
+        R, from D to `code_dim` coordinates; plain channels bypass it.
     lanes
         "tokens" for keys, "channels" for values: see `kvfold.quant.packing`.
     groups
@@ -137,7 +137,7 @@ class PageForm:
     plain_dim
         Last channels of a vector that are not coded: keys only.
     unit_levels
-        Whether lut[code] of a token is brought to length 1 before s multiplies it (seed 000); for pages without S and
+        Whether lut[code] of a token is brought to length 1 before s multiplies it (pypto-lib); for pages without S and
         with one scale a token.
     signed_scale
         Whether s may be negative.
@@ -156,7 +156,7 @@ class PageForm:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each channel group: the first that has the same bits and levels."""
+        """For each channel group, the first group with the same bits and levels."""
         rows = list(zip(self.bits, map(tuple, self.lut.tolist()), strict=False))
         return tuple(map(rows.index, rows))
 
@@ -224,7 +224,7 @@ class PageForm:
         return y if tokens.centre is None else add_first(y, tokens.centre.float().unsqueeze(-2))
 
     def clear(self, pages: Pages, slot: int) -> None:
-        """Make slots from `slot` on of each page as if nothing had been there, in place."""
+        """Empty the slots from `slot` on of each page, in place, as if nothing had been there."""
         code = ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes)
         code[..., slot:, :] = 0
         pages.code.copy_(ops.pack(code, list(self.bits), self.lanes))

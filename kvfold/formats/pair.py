@@ -6,7 +6,7 @@ from functools import cached_property
 from kvfold.formats.base import Format, Window
 from kvfold.formats.latent import KeyView, latent
 from kvfold.formats.names import check_names, get_format
-from kvfold.formats.rules import told
+from kvfold.formats.rules import log_stand_in
 from kvfold.formats.statistics import FEWEST_FITTED, FIT_TOKENS
 
 
@@ -22,7 +22,7 @@ class FormatPair:
     own_window: Window | None = None
     """A window in the place of the formats' own; tokens then fold by whole pages."""
     awaits_bits: bool = False
-    """Whether a prompt's first tokens are yet to say how many bits keys, and values, get."""
+    """Whether the bits of keys and of values still depend on a prompt's first tokens."""
 
     @cached_property
     def awaits_fit(self) -> bool:
@@ -31,7 +31,7 @@ class FormatPair:
 
     @property
     def fit_tokens(self) -> int:
-        """Tokens of a sequence that come before its first fold, for the statistics; 0 if none are awaited."""
+        """Tokens of a sequence that statistics need before its first fold; 0 if nothing awaits statistics."""
         return max(FIT_TOKENS, self.window.sinks + FEWEST_FITTED) if self.awaits_fit else 0
 
     @cached_property
@@ -56,7 +56,7 @@ class FormatPair:
         return self.keys.head_dim + (0 if self.shares_pages else self.values.head_dim)
 
     def with_formats(self, keys: Format, values: Format) -> "FormatPair":
-        """The same pair of others; values that are a view of keys are one of these."""
+        """The same pair with other formats; values that are a view of keys become a view of the new ones."""
         return replace(self, keys=keys, values=KeyView.of(keys, values.head_dim) if self.shares_pages else values)
 
     def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "FormatPair":
@@ -89,7 +89,7 @@ def get_formats(
     keys, values = check_names(names)
     if values_of_keys:
         if values != keys:
-            told(values, f"a view of {keys} keys", "values of latent attention are the latent again")
+            log_stand_in(values, f"a view of {keys} keys", "values of latent attention are the latent again")
         form = latent(keys, key_dim, value_dim)
         return FormatPair(form, KeyView.of(form, value_dim), window)
     return FormatPair(get_format(keys, key_dim), get_format(values, value_dim, lanes="channels"), window)

@@ -1,4 +1,4 @@
-"""polar4 and polar4-u8 rows (seed 000): 4-bit indices of a rotated unit vector, brought back to length when read."""
+"""polar4 and polar4-u8 rows (pypto-lib): 4-bit indices of a rotated unit vector, rescaled when read."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -19,7 +19,7 @@ PAGE = 128
 """Rows of one page in its stacked layout."""
 EPSILON = 1e-6
 STEPS = 200
-"""Of the iteration that finds its levels: not quite converged, and its rows depend on them (.2416 is the largest)."""
+"""Steps of the iteration for the levels. They do not quite converge, but rows depend on them (.2416 is the largest)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Polar4(BlockFormat):
     """x̂ = γ·R·ĉ/‖ĉ‖ with y = bf16(x/γ)·R, indices of y among 16 levels of N(0, 1/128), and γ = ‖x‖ in float32.
 
     Rows have 128 index bytes and γ (polar4-u8: 132 bytes), or two indices a byte (polar4: 68 bytes). Attention reads
-    pages in its own precision; `unfold` rounds to bfloat16 where that system does.
+    pages in its own precision; `unfold_bfloat16` rounds where that system does.
 
     Attributes
     ----------
@@ -36,13 +36,13 @@ class Polar4(BlockFormat):
     bits
         4, or 8 for an index a byte.
     layer
-        Whose rotation: that of `torch.Generator().manual_seed(42 + 1000 · layer)`.
+        The layer whose rotation is used: that of `torch.Generator().manual_seed(42 + 1000 · layer)`.
     """
 
     layer: int = 0
 
     summary = "Rows of 4-bit indices and a float32 norm, brought back to length when read; a byte an index in polar4-u8"
-    source = "pypto-lib: TurboQuant KV cache for Qwen3 on NPUs (seed 000)"
+    source = "pypto-lib: TurboQuant KV cache for Qwen3 on NPUs"
     bit_range = (4, 8)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Polar4(BlockFormat):
         )
 
     def unfold_bfloat16(self, pages: Pages) -> Tensor:
-        """x̂ with that system's own roundings: bfloat16, (…, tokens, 128)."""
+        """x̂ rounded where that system rounds: bfloat16, (…, tokens, 128)."""
         assert pages.scale is not None
         tokens = self.form.unpack(pages)
         c = torch.tensor(polar_levels(), device=pages.code.device)[tokens.code.int()]
@@ -127,7 +127,7 @@ class Polar4(BlockFormat):
 
 @cache
 def polar_levels() -> tuple[float, ...]:
-    """The 16 levels, from midpoints of equal cells within ±3.5/√128."""
+    """The 16 levels, iterated from the midpoints of equal cells within ±3.5/√128."""
     density = gaussian()
     levels = (np.arange(16) + 0.5) * 7 / 16 - 3.5
     for _ in range(STEPS):
@@ -138,9 +138,9 @@ def polar_levels() -> tuple[float, ...]:
 
 @cache
 def polar_rotation(layer: int) -> Transform:
-    """Rᵀ of a layer, in bfloat16's numbers: R is the Q of torch's Gaussian matrix, its columns signed by diag(R).
+    """Rᵀ of a layer, rounded to bfloat16: R is the Q of torch's Gaussian matrix, its columns signed by diag(R).
 
-    Rows are multiplied by R from the right there, x·R, which is Rᵀ·x.
+    That system multiplies rows by R from the right: x·R, which is Rᵀ·x here.
     """
     gaussian = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(42 + 1000 * layer))
     q, r = np.linalg.qr(gaussian.double().numpy())  # in float64: float32's last bits depend on the number of threads

@@ -1,4 +1,4 @@
-"""What formats share that rotate vectors and code every coordinate against one codebook."""
+"""The base of formats that rotate vectors and code every coordinate with one codebook."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +29,7 @@ class Rotated(Format):
     centred: ClassVar[bool] = False
     """Whether a page has a centre."""
     on_grid: ClassVar[bool] = True
-    """Whether levels are those of Lloyd and Max as near as kernels multiply exactly, or to the last digit."""
+    """Whether Lloyd–Max levels are rounded so that kernels multiply them exactly; otherwise they keep every digit."""
 
     @property
     def folds_by_token(self) -> bool:

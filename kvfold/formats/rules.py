@@ -1,4 +1,7 @@
-"""Which block a name gets for a head dimension and a role: the rules of seed 004. Each change is logged once."""
+"""Which block a name gets for a head dimension and a role, by the rules of the TBQ fork of llama.cpp.
+
+Each change is logged once.
+"""
 
 import logging
 from functools import cache
@@ -13,7 +16,7 @@ SUFFIXES = {256: ("0",), 512: ("0",), 128: ("1",), 64: ("2", "3"), 576: ("4",)}
 """Numbers of the TBQ blocks of each head dimension."""
 
 KEYS_ONLY = {"tbqp3": "tbq3", "tbqp4": "tbq4", "amx3": "tbq3", "tbqx3": "tbq3"}
-"""What values get in the place of formats that only correct or score keys."""
+"""The formats that values get instead of those that only correct or score keys."""
 
 
 class Block(NamedTuple):
@@ -37,13 +40,13 @@ def block_of(name: str, suffix: str | None, head_dim: int, lanes: Lanes) -> Bloc
     asked = name if suffix is None else f"{name}_{suffix}"
     if not name.startswith(("tbq", "amx")):
         if name in ("q8_0", "q4_0") and head_dim % GROUP:
-            return Block(told(asked, "float16", f"its blocks are of {GROUP}, and head_dim is {head_dim}"))
+            return Block(log_stand_in(asked, "float16", f"its blocks are of {GROUP}, and head_dim is {head_dim}"))
         if kind == "values" and head_dim == 512 and name in ("q8_0", "q4_0"):
-            return Block(told(asked, "float16", "values of 512 are TBQ or float16"))
+            return Block(log_stand_in(asked, "float16", "values of 512 are TBQ or float16"))
         return Block(name)
     if head_dim not in SUFFIXES or (kind == "values" and head_dim == 576):
         stand_in = "q8_0" if head_dim % GROUP == 0 else "float16"
-        return Block(told(asked, stand_in, f"it has no block for {kind} of {head_dim}"))
+        return Block(log_stand_in(asked, stand_in, f"it has no block for {kind} of {head_dim}"))
     why = []
     if kind == "values" and name in KEYS_ONLY:
         name = KEYS_ONLY[name]
@@ -59,12 +62,12 @@ def block_of(name: str, suffix: str | None, head_dim: int, lanes: Lanes) -> Bloc
         name = "tbqp3"
     double = head_dim == 64 and (suffix == "3" or (suffix is None and kind == "keys" and name in ("tbqp3", "tbqp4")))
     if why:
-        told(asked, f"{name}_{SUFFIXES[head_dim][double]}", "; ".join(why))
+        log_stand_in(asked, f"{name}_{SUFFIXES[head_dim][double]}", "; ".join(why))
     return Block(name, double)
 
 
 @cache
-def told(name: str, becomes: str, why: str) -> str:
-    """`becomes`, with a word in the log the first time."""
+def log_stand_in(name: str, becomes: str, why: str) -> str:
+    """`becomes`; the first time, the change is logged."""
     logger.warning("format %s becomes %s: %s", name, becomes, why)
     return becomes

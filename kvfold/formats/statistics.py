@@ -1,4 +1,4 @@
-"""What keys and the queries that read them are like, channel by channel."""
+"""Statistics of keys, and of the queries that read them, for each channel."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 FIT_TOKENS = 256
-"""Statistics of a prompt are those of its first so many tokens; as good as a calibration run's (docs/quality.md).
+"""How many of a prompt's first tokens give its statistics; as good as a calibration run's (docs/quality.md).
 
 The sinks among them do not count, and keys count by whole pages."""
 
 FEWEST_FITTED = 64
-"""Statistics are of at least so many tokens after the sinks."""
+"""The fewest tokens after the sinks that give statistics."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +39,10 @@ class KeyStatistics:
     def of(cls, keys: Tensor, query_energy: Tensor, page_size: int) -> "KeyStatistics":
         """Statistics of keys (…, heads, T, D) and of their queries' energies, (…, heads, any, D).
 
-        Without queries all channels count as read alike.
+        Without queries, all channels count equally.
 
-        A page's worth of tokens is centred as a page would be; tokens beyond the last whole page do not count, unless
-        there is none.
+        Variances are those within a page. Tokens beyond the last whole page do not count, unless there is no whole
+        page.
         """
         tokens = keys.shape[-2]
         size = min(page_size, tokens)
@@ -52,7 +52,7 @@ class KeyStatistics:
         return cls(queries, variance, keys.float().square().mean(-2))
 
     def first(self, channels: int) -> "KeyStatistics":
-        """Those of the first `channels` channels."""
+        """The statistics of the first `channels` channels."""
         energy = None if self.energy is None else self.energy[..., :channels]
         return KeyStatistics(self.query_energy[..., :channels], self.key_variance[..., :channels], energy)
 

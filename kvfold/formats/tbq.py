@@ -1,4 +1,4 @@
-"""TBQ and TBQP blocks (seed 004): Walsh–Hadamard, fixed levels, and for TBQP a sign of each remainder."""
+"""TBQ and TBQP blocks of a fork of llama.cpp: Walsh–Hadamard, fixed levels, for TBQP a sign of each remainder."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from kvfold.quant.sharpening import sharpening, softening
 from kvfold.quant.transforms import Transform
 
 HALF = 256
-"""Vectors beyond this are stored as blocks of it, with a scale each."""
+"""Longer vectors are stored as blocks of this size, with a scale each."""
 ROPE = 64
 """Rotary channels at the end of an MLA key of 512 + 64: they stay float16."""
 
@@ -25,8 +25,9 @@ class TBQ(BlockFormat):
     """x̂ = (d/D)·s⊙H·c: sign flips s, an unnormalised Walsh–Hadamard matrix H, levels c of N(0, 1), and d = ‖x‖.
 
     D = 512 has one H and a d for each half. D = 576 is an MLA key: a latent of 512 and 64 rotary channels, which stay
-    float16. With `signs`, a code has one bit less, and each coordinate the sign of what that leaves: of the coordinate
-    itself up to D = 128 ("direct sign"), of a second Hadamard transform above (QJL).
+    float16. With `signs`, a code has one bit less, and each coordinate has a sign bit for the remainder. Up to D = 128
+    that is the sign of the coordinate's remainder ("direct sign"), above it the sign after a second Hadamard transform
+    (QJL).
 
     Attributes
     ----------
@@ -37,14 +38,14 @@ class TBQ(BlockFormat):
     signs
         Whether one of the bits is a sign (TBQP).
     double
-        Whether D = 64 goes through two sign flips and two H, with d the root mean square of what comes out.
+        Whether D = 64 goes through two sign flips and two H, with d the root mean square of the result.
     """
 
     signs: bool = False
     double: bool = False
 
     summary = "Blocks of Walsh–Hadamard coordinates and fixed levels (TBQ; TBQP with signs of remainders)"
-    source = "TBQ fork of llama.cpp (seed 004)"
+    source = "TBQ fork of llama.cpp"
     bit_range = (3, 4)
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class TBQ(BlockFormat):
 
     @cached_property
     def _rotations(self) -> tuple[Transform, Transform | None]:
-        """The first, and the one of projected remainders: what a cache in this format holds beside its form."""
+        """The first rotation, and that of projected remainders; a cache in this format holds them beside its form."""
         first = tbq.rotation(self.coded, self.double)
         return first, tbq.qjl_rotation(self.coded) if self.signs and self._projects else None
 
@@ -110,7 +111,7 @@ class TBQ(BlockFormat):
         size = x.shape[-1]
         first, second = self._rotations
         x, plain = (x[..., : self.coded], x[..., self.coded :].half()) if self.coded < size else (x, None)
-        # w has unit variance for a vector of length 1; for `double`, unit root mean square for any.
+        # w has unit variance for a vector of length 1, times √D if `double`; y has a root mean square of 1 either way.
         w = first.apply(x) * (self.coded if self.double else sqrt(self.coded))
         parts = 1 if self.signs else self.halves  # with signs, halves share their scales
         d = w.unflatten(-1, (parts, -1)).square().mean(-1).sqrt()

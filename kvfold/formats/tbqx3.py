@@ -1,4 +1,7 @@
-"""TBQX3 blocks (seed 004, removed there): the key before RoPE as radii, angles and tangent signs, and nothing else."""
+"""TBQX3 blocks of the TBQ fork of llama.cpp, which has removed them.
+
+The key before RoPE as radii, angles and tangent signs, and nothing else.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +24,7 @@ ANGLE_BITS = 3
 class PolarForm(PageForm):
     """Pages of radii, angles and signs, 64 of each: reading turns them by the token's position.
 
-    R would have to differ from token to token, which is no page form that a kernel could read: the reference does.
+    R would differ from token to token, which the kernels' page form does not allow, so only the reference reads these.
 
     Attributes
     ----------
@@ -51,7 +54,7 @@ class TBQX3(BeforeRope):
     """k_f = σ·r·e^{iφ}·(1 ± i·π/16), turned to the token's position: 58 bytes of σ, radii, angles and tangent signs."""
 
     summary = "Keys before RoPE as radii and angles, turned to their position when read (by the reference alone)"
-    source = "TBQ fork of llama.cpp (seed 004), removed there"
+    source = "TBQ fork of llama.cpp, removed there"
 
     @property
     def block_bytes(self) -> int:

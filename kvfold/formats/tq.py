@@ -1,4 +1,4 @@
-"""tq3 and tq4 blocks (seed 001): TurboQuant of 128 coordinates with a float32 norm."""
+"""tq3 and tq4 blocks (ggml_turboquant): TurboQuant of 128 coordinates with a float32 norm."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,7 +23,7 @@ _LEVELS = {
         0.1127658636629929, 0.1443097007690654, 0.1831710841564345, 0.2396125330713870,
     ),
 }  # fmt: skip
-"""Positive halves of its levels, not quite converged: its blocks depend on them."""
+"""Positive halves of the levels. They have not quite converged, but blocks depend on them."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class TQ(BlockFormat):
     bits
         3 or 4.
     seed
-        Of the rotation, which two systems must agree on; 42 there.
+        Seed of the rotation, on which two systems must agree; 42 in ggml_turboquant.
     """
 
     seed: int = SEED
 
     summary = "Blocks of TurboQuant codes with a float32 norm and a rotation of their own"
-    source = "ggml_turboquant, for ik_llama.cpp (seed 001)"
+    source = "ggml_turboquant, for ik_llama.cpp"
     bit_range = (3, 4)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Uniform codes after a Hadamard rotation (seed 003), with its optional residual."""
+"""Uniform codes after a Hadamard rotation (SKaiNET), with its optional residual."""
 
 import struct
 from dataclasses import dataclass
@@ -21,26 +21,27 @@ _HEADER = struct.Struct("<iBHBH")
 
 @dataclass(frozen=True)
 class Uniform(BlockFormat):
-    """x̂ = R⁻¹·(s·code): R flips signs and transforms the largest power of two of coordinates, codes are symmetric
-    whole numbers, and s = max|y|/(2^(b−1) − 1) for each 32 coordinates, float16.
+    """x̂ = R⁻¹·(s·code). R flips signs, then applies a Walsh–Hadamard transform to the largest power of two of
+    coordinates. Codes are symmetric whole numbers, and s = max|y|/(2^(b−1) − 1) for each 32 coordinates, float16.
 
-    The residual is a sign of each remainder and their root mean square ("QJL" there, though nothing is projected).
-    Blocks have seed, bits, count and the residual's bits and count, then s, codes, and the residual's s and signs.
+    The residual is a sign of each remainder and their root mean square ("QJL" in SKaiNET, though nothing is projected).
+    A block holds seed, bits, count and the residual's bits and count; then s and codes; then the residual's s and
+    signs.
 
     Attributes
     ----------
     bits
         2, 3, 4 or 8, the residual's sign not counted.
     seed
-        Of the sign flips, drawn as there.
+        Seed of the sign flips, drawn as in SKaiNET.
     residual
-        Whether there is one.
+        Whether there is a residual.
     """
 
     residual: bool = False
 
     summary = "Uniform codes in groups of 32 after sign flips and a Walsh–Hadamard transform"
-    source = "SKaiNET (seed 003)"
+    source = "SKaiNET"
     bit_range = (2, 8)
 
     def __post_init__(self) -> None:

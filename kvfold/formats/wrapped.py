@@ -1,4 +1,4 @@
-"""What formats have in common that add something to another format."""
+"""The base of formats that add something to another format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from kvfold.formats.statistics import KeyStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapped(Format):
-    """A format that folds as `base` does, and something beside.
+    """A format that folds as `base` does, and adds something.
 
     Attributes
     ----------

@@ -37,7 +37,7 @@ MOST = dict.fromkeys(
     ("hidden_size", "head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank",
      "sliding_window"), LARGEST
 )  # fmt: skip
-"""Whole numbers of a config that say how large a cache is, and the most that they can be."""
+"""Whole numbers of a config that decide how large a cache is, with their upper bounds."""
 NOT_ZERO = {"num_hidden_layers", "num_attention_heads", "hidden_size"}
 """Those without which there is nothing to cache."""
 
@@ -100,7 +100,7 @@ def sources_of(name: str | os.PathLike[str]) -> list[Path]:
 
 
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
-    """A model's config without the model, with what its file leaves out.
+    """A model's config without the model; defaults replace what its file leaves out.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def demo_folder() -> Path:
 
 
 def _kept_folder() -> Path:
-    """Where `demo_folder` keeps it."""
+    """Where `demo_folder` keeps the model."""
     gguf = _demo_file()
     return _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
 

@@ -1,4 +1,4 @@
-"""What operators that fold are given: whether it fits together, and as kernels take it."""
+"""Arguments of the folding operators: checks, and the forms that kernels take."""
 
 from collections.abc import Sequence
 

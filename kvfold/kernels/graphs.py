@@ -1,4 +1,4 @@
-"""What compiled models leave their graphs for."""
+"""Functions that compiled models call outside their graphs."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +14,7 @@ R = TypeVar("R")
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which compiled code calls outside its graph: a graph cannot hold a cache that grows.
 
-    `torch.compiler.disable` takes its toll of every call, compiled or not; here only compiled code pays it.
+    `torch.compiler.disable` slows every call, compiled or not; here only compiled code pays for it.
     """
     outside, compiling = torch.compiler.disable(function), torch.compiler.is_dynamo_compiling
 
@@ -23,5 +23,5 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return (outside if compiling() else function)(*args, **kwargs)
 
     own = cast(FunctionType, call)
-    own.__code__ = own.__code__.replace(co_name=function.__name__)  # own code: recompilations are counted by it
+    own.__code__ = own.__code__.replace(co_name=function.__name__)  # torch counts recompilations by code object
     return call

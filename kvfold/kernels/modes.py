@@ -1,4 +1,4 @@
-"""Work that does not go by the modes of torch in which a model runs."""
+"""Functions that run outside the torch modes (inference mode, autocast) in which a model runs."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,8 +16,8 @@ DEVICES = ("cpu", "cuda")
 def in_no_mode(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, run as if `torch.inference_mode` and `torch.autocast` were off.
 
-    What is made in inference mode can't be written to outside of it, and a cache goes from one to the other. Autocast
-    would round what becomes codes to 16 bits.
+    Tensors made in inference mode can't be written to outside of it, but a cache is used in both. Autocast would round
+    vectors to 16 bits before they become codes.
     """
 
     @wraps(function)

@@ -1,6 +1,6 @@
 """Kernels as torch operators: traced by torch.compile, chosen by the device of their tensors.
 
-On a CPU each runs in C++, on a GPU those that fold run in Triton; elsewhere the torch truth in `kvfold.quant` runs.
+On a CPU all run in C++. On a GPU those that fold run in Triton. Otherwise the torch reference in `kvfold.quant` runs.
 """
 
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from kvfold.quant.transforms import ChannelOrder, Transform
 INSTRUCTION_SET: str = cpu.instruction_sets()[0]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""What kernels read, by their number in C++."""
+"""Dtypes that kernels read, each with its number in C++."""
 
 
 @torch.library.custom_op("kvfold::pack", mutates_args=())
@@ -83,7 +83,8 @@ def fold_channelwise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Whole pages of tokens (…, T, D): packed codes (…, N, bytes), and centres and scales (…, N, D).
 
-    Channels in the order `order` (None: as they come), `kvfold.quant.affine.encode` and `kvfold.quant.packing.pack`.
+    Channels are put into the order `order` (None: unchanged), then coded by `kvfold.quant.affine.encode` and packed by
+    `kvfold.quant.packing.pack`.
     """
     check_channelwise(x, order, lut, bits, steps, page_size)
     pages = x.float().unflatten(-2, (-1, page_size))
@@ -129,8 +130,9 @@ def fold_rotated(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Tokens (…, T, D) as pages: packed codes (…, N, bytes), scales (…, N, P), and centres (…, N, D) or nothing.
 
-    `kvfold.quant.rotated.encode` and `kvfold.quant.packing.pack`; tokens begin at `slot` of the first page, and slots
-    without one have code 0 and scale 0. `signs` and `mix` are those of a Hadamard transform, beside its matrix.
+    Coded by `kvfold.quant.rotated.encode`, packed by `kvfold.quant.packing.pack`. Tokens begin at `slot` of the first
+    page; slots without a token have code 0 and scale 0. `signs` and `mix` are those of a Hadamard transform, beside its
+    matrix.
     """
     check_dim(x, matrix)
     how = RotatedCode(Transform(matrix.to(x.device)), levels.to(x.device), rule, centred)

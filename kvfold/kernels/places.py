@@ -1,4 +1,4 @@
-"""Where folded pages go: one after the other, or straight to where they lie in a pool."""
+"""Where folded pages go: one after the other, or straight to their places in a pool."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ class Places:
     Attributes
     ----------
     parts
-        By the names of `kvfold.formats.page.Pages`: elements in a row from the first unit's on, and how many there
-        are from unit to unit.
+        By the names of `kvfold.formats.page.Pages`: a tensor whose memory begins with the first unit, and the stride
+        from unit to unit in elements.
     units
-        The unit of the first head of each page, int64, (pages); those of its other heads follow. None: units are
-        streams by pages, in their order.
+        The unit of the first head of each page, int64, (pages); those of its other heads follow. None: units are in
+        order, stream by stream, page by page.
     """
 
     parts: dict[str, tuple[Tensor, int]]

@@ -53,15 +53,15 @@ def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: 
 def candidates(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
     """Centres and scales to try, as they will be stored: float16, (pages, 2·steps, D).
 
-    Centres are the mean of the page and the middle of its range; scales go from the standard deviation about the
-    centre to what lets the last level reach the farthest value.
+    Centres are the mean of the page and the middle of its range; scales go from the standard deviation about the centre
+    to the one whose last level reaches the farthest value.
     """
     top = torch.tensor([lut[group, 2**b - 1].item() for group, b in enumerate(bits)]).repeat_interleave(TILE)
     mean = y.mean(1, keepdim=True)
     low, high = y.amin(1, keepdim=True), y.amax(1, keepdim=True)
     centres = torch.cat((mean, 0.5 * (low + high)), 1).half()
     z = centres.float()
-    # About z; without sqrt, which wakes all threads even for a few numbers.
+    # About z. hypot replaces sqrt, which wakes all threads even for a few numbers.
     deviation = y.std(1, correction=0, keepdim=True).hypot(z - mean)
     reach = torch.maximum(high - z, z - low) / top[: y.shape[-1]].to(y.device)
     weights = torch.linspace(0, 1, steps, device=y.device).view(-1, 1, 1, 1)
@@ -71,7 +71,7 @@ def candidates(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple
 
 
 def encode(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, centres and scales of pages, by the best of `candidates`: the truth of kernels that fold.
+    """Codes, centres and scales of pages, by the best of `candidates`: the reference of kernels that fold.
 
     Parameters
     ----------

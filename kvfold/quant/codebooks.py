@@ -1,4 +1,4 @@
-"""Lloyd–Max codebooks: the levels that quantise one random variable with the least squared error, or of even ones.
+"""Lloyd–Max codebooks: levels with the least squared error for one random variable, free or evenly spaced.
 
 A rotated unit vector's coordinates follow a scaled Beta density, close to N(0, 1/d)
 (TurboQuant, arXiv 2504.19874, §3.1), so both densities are here.
@@ -20,7 +20,7 @@ MAX_BITS = 8
 
 @dataclass(frozen=True)
 class Density:
-    """A symmetric density, known by what the Lloyd–Max conditions ask of it.
+    """A symmetric density, as the functions that the Lloyd–Max conditions need.
 
     Attributes
     ----------
@@ -115,9 +115,9 @@ def generalised_gaussian(shape: float) -> Density:
 def lloyd_max(density: Density, bits: int) -> Array:
     """Levels c₀ < … < c_{2^bits−1} that satisfy both Lloyd–Max conditions.
 
-    Each level is the centroid of its cell, each cell ends half-way between levels. The plain
-    alternation of the two converges ever more slowly as levels grow; here Newton's method solves
-    F(c) = c − centroid(c) = 0, whose Jacobian is tridiagonal.
+    Each level is the centroid of its cell, each cell ends half-way between levels. Plain alternation between the two
+    conditions converges more slowly the more levels there are. So Newton's method solves F(c) = c − centroid(c) = 0,
+    whose Jacobian is tridiagonal.
 
     Parameters
     ----------
@@ -191,17 +191,18 @@ def sphere_levels(bits: int, d: int) -> tuple[float, ...]:
 def flat_levels(bits: int) -> tuple[float, ...]:
     """Lloyd–Max levels of the generalised Gaussian of shape 3, with unit variance.
 
-    Key channels turn with the position, so within a page they follow something between a Gaussian and the
-    density of a sine. On the demo model's keys these levels lose a quarter less than the Gaussian's.
+    RoPE turns key channels with the position, so within a page their density lies between a Gaussian and that of a
+    sine. On the demo model's keys these levels lose a quarter less than the Gaussian's.
 
     """
     return tuple(lloyd_max(generalised_gaussian(3.0), bits).tolist())
 
 
 def on_grid(levels: Sequence[float]) -> tuple[float, ...]:
-    """Up to 64 symmetric levels as multiples of 1/127 of the largest, for exact products in 8 bits; more as they are.
+    """Up to 64 symmetric levels, rounded to multiples of 1/127 of the largest, so that 8-bit products are exact.
 
-    It costs 3 % (flat) or 7 % (sphere) of the distortion at 6 bits, 1 to 2 % at 5 and less than .3 % below.
+    More levels are returned unchanged. Rounding adds 3 % (flat) or 7 % (sphere) to the distortion at 6 bits, 1 to 2 %
+    at 5 and less than .3 % below.
     """
     if len(levels) > 64:
         return tuple(levels)
@@ -211,7 +212,7 @@ def on_grid(levels: Sequence[float]) -> tuple[float, ...]:
 
 @cache
 def even_flat_levels(bits: int) -> tuple[float, ...]:
-    """The evenly spaced levels that lose least of the density of `flat_levels`; at 7 bits a half more than those."""
+    """The evenly spaced levels with the least error on the density of `flat_levels`; at 7 bits 1.5 times theirs."""
     from scipy.optimize import brentq  # here, as it takes long to import
 
     _check_bits(bits)

@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def finite(x: Tensor) -> bool:
-    """Whether no element is NaN or infinite. Usually the sum tells, which is quicker than to look at each."""
+    """Whether no element is NaN or infinite. A finite sum proves it faster than a check of each element."""
     return isfinite(x.sum(dtype=torch.float32).item()) or bool(x.isfinite().all())

@@ -1,4 +1,4 @@
-"""How much keys will be asked for, by what queries are like on average (TriAttention, arXiv 2604.04921).
+"""How much attention keys can expect, estimated from the model's average queries (TriAttention, arXiv 2604.04921).
 
 For a head with mean query E[q_f] and mean magnitude E|q_f| before RoPE, pairs f of channels, and a key k at position p,
 
@@ -17,7 +17,7 @@ OFFSETS = tuple(2**o for o in range(17))
 def expected_queries(
     mean: Tensor, magnitude: Tensor, now: int, frequencies: Tensor, turned_by: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """What `pair_scores` takes.
+    """Directions and weights for `pair_scores`.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def expected_queries(
     frequencies
         ω_f: float64, (F,).
     turned_by
-        m, by which RoPE multiplies keys beside turning them (YaRN's attention factor).
+        m, the factor that RoPE applies to keys besides turning them (YaRN's attention factor).
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Kotlin's seeded random bits, which the blocks of seed 003 draw their sign flips from."""
+"""Kotlin's seeded random bits, from which SKaiNET draws the sign flips of its blocks."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Where the bits of a page's codes lie: the truth that every packing kernel is held against.
+"""The bit layout of a page's codes: the reference for every packing kernel.
 
 Codes of one page form a matrix of P tokens × D channels. It is cut into tiles of 16 lanes × 16 steps.
 A dot-product instruction sums over steps and keeps lanes apart, so
@@ -8,12 +8,12 @@ A dot-product instruction sums over steps and keeps lanes apart, so
 - values have channels as lanes and tokens as steps (outputs sum over tokens), tiles in the order
   [16 channels][16 tokens].
 
-A tile of b-bit codes takes 32·b bytes. b is written as a sum of the plane widths 8, 4, 2, 1 (7 = 4+2+1),
-widest plane first and holding the lowest bits. With step = 4·f + j (f, j < 4), a plane of width
-w ≥ 2 is a run of 64-byte vectors: byte 4·lane + j of vector v holds, from its low bits up, the fields
-f = v·(8/w), v·(8/w) + 1, …  One load, a shift and a mask then give 16 lanes × 4 steps ready for a
-u8×s8 dot product with no horizontal sum. A plane of width 1 is half a vector: byte i holds, from its low
-bits up, the four fields of 4·lane + j = i, then those of 4·lane + j = 32 + i.
+A tile of b-bit codes takes 32·b bytes. b is written as a sum of the plane widths 8, 4, 2, 1 (7 = 4+2+1). The widest
+plane comes first and holds the lowest bits. With step = 4·f + j (f, j < 4), a plane of width w ≥ 2 is a run of 64-byte
+vectors: byte 4·lane + j of vector v holds, from its low bits up, the fields f = v·(8/w), v·(8/w) + 1, …  One load, a
+shift and a mask then give 16 lanes × 4 steps ready for a u8×s8 dot product with no horizontal sum. A plane of width 1
+is half a vector: byte i holds, from its low bits up, the four fields of 4·lane + j = i, then those of
+4·lane + j = 32 + i.
 
 Head dimensions that are no multiple of 16 are padded with zero codes to the next one.
 """

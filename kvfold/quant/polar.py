@@ -1,4 +1,4 @@
-"""Keys before RoPE as radii and angles (seed 004's AMX3 and TBQX3): position peeled off, content quantised.
+"""Keys before RoPE, quantised as radii and angles (AMX3 and TBQX3 of the TBQ fork).
 
 RoPE turns the pair k_f = k[f] + i·k[f + D/2] by θ = position·ω_f. Turned back, k_f = r·e^{iφ} does not depend on the
 position any more.
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 RADII = (0.3399, 0.6422, 0.8651, 1.0730, 1.2869, 1.5277, 1.8371, 2.4546)
-"""Levels of |k_f|/σ: equally probable ones, not Lloyd and Max's. The blocks depend on them."""
+"""Levels of |k_f|/σ: equally probable ones instead of Lloyd–Max's. The block format fixes them."""
 RADIUS_BITS = 3
 SMALLEST = 1 / 1024
 """Least σ."""
 REACH = 2
-"""The search looks so many radii and angles to either side."""
+"""How many radii and angles the search tries to either side."""
 PENALTY = 0.7
-"""Of squared error, in the search's target."""
+"""Weight of the squared error in the search's target."""
 
 
 def default_frequencies(dim: int, base: float) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ class Polar:
 
 
 def encode(pairs: Tensor, angle_bits: int) -> Polar:
-    """The radius's and the angle's own cells, for pairs (…, D/2)."""
+    """Indices of the cells that radii and angles of pairs (…, D/2) fall into."""
     sigma = (pairs.abs().square().sum(-1, keepdim=True) / (2 * pairs.shape[-1])).sqrt().clamp_min(SMALLEST)
     bounds = torch.tensor([sqrt(-2 * log(1 - k / 8)) for k in range(1, 8)], device=pairs.device)
     radius = torch.bucketize(pairs.abs() / sigma, bounds, right=True)
@@ -73,7 +73,7 @@ def encode(pairs: Tensor, angle_bits: int) -> Polar:
 
 
 def search(pairs: Tensor, first: Polar, angle_bits: int) -> Polar:
-    """The neighbours of `first` with the most ⟨p, p̂⟩ − .7·|p − p̂|², for p = k_f/σ; the first of equals."""
+    """The neighbours of `first` that maximise ⟨p, p̂⟩ − .7·|p − p̂|² for p = k_f/σ; ties go to the first."""
     p, cells = pairs / first.sigma, 2**angle_bits
     best = torch.full(p.shape, -torch.inf, device=p.device)
     radius, angle = first.radius.clone(), first.angle.clone()

@@ -1,4 +1,4 @@
-"""One more bit for each coordinate: the signs of what a code leaves over.
+"""One more bit for each coordinate: the signs of the remainder that a code leaves.
 
 With r = x − x̂ the remainder of a coded vector and M a square matrix, sign(M·r) is stored beside the
 codes, and c·s·Mᵀ·sign(M·r) is added when they are read. The rules differ in M, the scale s that is stored,
@@ -47,12 +47,12 @@ def qjl(d: int, seed: int) -> Residual:
 
 
 def srht(d: int, seed: int) -> Residual:
-    """QJL with rows of a randomised Hadamard matrix, which do not overlap (seed 004, "SRHT-QJL")."""
+    """QJL with the rows of a randomised Hadamard matrix, which are orthogonal (the TBQ fork's "SRHT-QJL")."""
     return Residual(sqrt(d) * randomised_hadamard(d, seed).matrix, sqrt(pi / 2) / d, from_norm=True)
 
 
 def sign(d: int, seed: int) -> Residual:
-    """M = 1, s = mean |r|, c = 1: each coordinate's own sign, biased and closest (seed 004, "direct sign")."""
+    """M = 1, s = mean |r|, c = 1: the sign of each coordinate; biased, least error (the TBQ fork's "direct sign")."""
     return Residual(torch.eye(d), 1.0, from_norm=False)
 
 
@@ -62,7 +62,7 @@ RESIDUALS = {"qjl": qjl, "srht": srht, "sign": sign}
 
 @cache
 def get_residual(name: str, d: int, seed: int = 0) -> Residual:
-    """The rule `name` for `d` coordinates; all who ask share one object."""
+    """The rule `name` for `d` coordinates; cached, so all callers share one object."""
     if name not in RESIDUALS:
         raise ValueError(f"residual = {name!r}: choose one of {', '.join(RESIDUALS)}")
     return RESIDUALS[name](d, seed)

@@ -1,4 +1,4 @@
-"""Codes of rotated vectors against one codebook, with a scale a token: the kernels' truth."""
+"""Codes of rotated vectors from one codebook, with a scale a token: the kernels' reference."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ def encode(x: Tensor, how: RotatedCode) -> tuple[Tensor, Tensor, Tensor | None]:
     y, centre = how.transform.apply(x), None
     if how.centred:
         centre = y.mean(-2).half()
-        y = y - centre.float().unsqueeze(-2)  # from the centre as stored
+        y = y - centre.float().unsqueeze(-2)  # the centre as stored, so that codes absorb its rounding
     norm = y.square().sum(-1, keepdim=True).sqrt().clamp_min(torch.finfo(y.dtype).tiny)
     code, level = nearest_level(y / norm, how.levels)
     return code, SCALE_RULES[how.rule](y, level).half(), centre

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def raw(x: Tensor, c: Tensor) -> Tensor:
-    """s = ‖x‖: the paper's own (arXiv 2504.19874, Algorithm 1)."""
+    """s = ‖x‖: the paper's rule (arXiv 2504.19874, Algorithm 1)."""
     return _norm(x)
 
 

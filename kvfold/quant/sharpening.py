@@ -1,7 +1,7 @@
-"""Factors on attention scores that make up for what codes of keys do to softmax (seed 004).
+"""Factors on attention scores that offset the effect of key codes on softmax (the TBQ fork of llama.cpp).
 
-Errors of keys add variance to scores, and the more tokens there are, the larger the largest error among them: about
-√(2·ln N). At D = 256 that system sharpens scores again; at D = 64, where its codes are coarse, it softens them.
+Errors of keys add variance to scores, and the largest error among N tokens grows as about √(2·ln N). At D = 256 that
+system sharpens scores to compensate; at D = 64, where its codes are coarse, it softens them.
 """
 
 from math import log
@@ -9,10 +9,10 @@ from math import log
 from torch import Tensor
 
 SHARPEN = {(3, False): 0.00579, (3, True): 0.01304, (4, False): 0.00326, (4, True): 0.00724}
-"""c for bits, and whether one is a sign; as in its code, which its own table does not agree with."""
+"""c by bits and whether one of them is a sign. Taken from that system's code, with which its own table disagrees."""
 
 SOFTEN = {(3, False): 7.80, (3, True): 3.45, (4, False): 14.05, (4, True): 6.13}
-"""Ratio of signal to noise, likewise."""
+"""Signal-to-noise ratio s by the same, likewise from its code."""
 
 REFERENCE = log(2048)
 

@@ -8,7 +8,7 @@ _COPIES = WeakIdKeyDictionary()
 
 
 def on(device: torch.device, table: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A table that nobody changes, on a device: what is elsewhere is copied there once, and goes with its original."""
+    """A constant table on a device, in a dtype; a copy is made once, and freed with the original."""
     dtype = dtype or table.dtype
     if table.device == device and table.dtype == dtype:
         return table
@@ -19,5 +19,5 @@ def on(device: torch.device, table: Tensor, dtype: torch.dtype | None = None) ->
 
 
 def copies_elsewhere(table: Tensor) -> list[Tensor]:
-    """What `on` copied to other devices."""
+    """The copies that `on` made on other devices."""
     return [copy for (device, _), copy in _COPIES.get(table, {}).items() if device != table.device]

@@ -1,4 +1,4 @@
-"""Tables of the TBQ blocks (seed 004): signs, levels and boundaries, to the digits that its bytes depend on."""
+"""Tables of TBQ blocks: signs, levels and boundaries, to the digits that the bytes of the TBQ fork depend on."""
 
 from functools import cache
 
@@ -37,7 +37,7 @@ def levels(bits: int) -> tuple[float, ...]:
 
 
 def codes(w: Tensor, bits: int) -> Tensor:
-    """Index of the first boundary above each number, else the last: uint8, for numbers of about N(0, 1)."""
+    """Index of the first boundary above each number, or the last index: uint8, for numbers of about N(0, 1)."""
     half = _BOUNDARIES[bits]
     boundaries = torch.tensor([*(-b for b in reversed(half)), 0.0, *half], device=w.device)
     return torch.bucketize(w, boundaries, right=True, out_int32=True).to(torch.uint8)
@@ -58,7 +58,7 @@ def _hadamard(table: bytes, d: int) -> Hadamard:
 
 @cache
 def rotation(d: int, double: bool = False) -> Transform:
-    """H·diag(s)/√d; twice over for `double`, with the two halves of the 16 bytes that d = 128 uses."""
+    """H·diag(s)/√d; `double` applies two of them, with the two halves of the 16 bytes that d = 128 uses."""
     if not double:
         return _hadamard(_SIGNS + _SECOND, d)
     first, second = _hadamard(_SIGNS[:8], d), _hadamard(_SIGNS[8:16], d)
@@ -67,5 +67,5 @@ def rotation(d: int, double: bool = False) -> Transform:
 
 @cache
 def qjl_rotation(d: int) -> Transform:
-    """The second rotation, whose signs are stored: for d of 256 and 512."""
+    """The second rotation, for d of 256 and 512: blocks store the signs of its output."""
     return _hadamard(_SECOND if d == 256 else _QJL_512, d)

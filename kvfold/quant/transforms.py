@@ -34,7 +34,7 @@ class Transform:
     general_inverse: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("matrix", "general_inverse"):  # kernels read them from their address
+        for name in ("matrix", "general_inverse"):  # kernels read them by address
             own = getattr(self, name)
             object.__setattr__(self, name, None if own is None else own.contiguous())
 
@@ -44,7 +44,7 @@ class Transform:
         return self.matrix.mT if self.general_inverse is None else self.general_inverse
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds."""
+        """The tensors that it holds."""
         return (self.matrix,) if self.general_inverse is None else (self.matrix, self.general_inverse)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Hadamard(Transform):
     mix: Tensor | None = field(default=None, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds."""
+        """The tensors that it holds."""
         return (self.matrix, self.signs) if self.mix is None else (self.matrix, self.signs, self.mix)
 
 
@@ -98,7 +98,7 @@ class ChannelOrder:
     order: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds."""
+        """The tensors that it holds."""
         return (self.order,)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class ChannelOrder:
         return x.gather(-1, self._index(x).expand(x.shape))
 
     def invert(self, y: Tensor) -> Tensor:
-        """The channels of every row of `y`, back in their own order."""
+        """The channels of every row of `y`, back in their original order."""
         return y.gather(-1, self._index(y).argsort(-1).expand(y.shape))
 
     def apply_to_query(self, q: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class ChannelOrder:
 
 @dataclass(frozen=True, eq=False)
 class OrderedMatrix:
-    """A permutation of each head's channels and then an orthogonal matrix that heads share, as `Transform`.
+    """A permutation of each head's channels, then an orthogonal matrix that heads share; interface of `Transform`.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class OrderedMatrix:
     matrix: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds."""
+        """The tensors that it holds."""
         return (*self.order.tensors(), self.matrix)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ _BUILDERS: dict[str, Callable[[int, int], Transform]] = {
 def orthogonal(kind: str, d: int, seed: int = 0) -> Transform:
     """The orthogonal transform `kind` ("identity", "haar", "hadamard") of `d` coordinates.
 
-    One object a (kind, d, seed), shared by every layer that asks for it.
+    Cached: all layers share one object for each (kind, d, seed).
     """
     if kind not in _BUILDERS:
         raise ValueError(f"transform = {kind!r}: choose one of {', '.join(sorted(_BUILDERS))}")

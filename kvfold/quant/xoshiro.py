@@ -1,4 +1,4 @@
-"""The rotation of tq3 and tq4 blocks (seed 001): its generator, Gaussian numbers and Gram–Schmidt, step by step."""
+"""The rotation of tq3 and tq4 blocks of ggml_turboquant: its generator, Gaussian numbers, Gram–Schmidt."""
 
 from collections.abc import Iterator
 from math import cos, log, pi, sqrt

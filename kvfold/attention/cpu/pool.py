@@ -9,7 +9,7 @@ from kvfold.attention.cpu.sides import INSTRUCTION_SETS, bare_side
 from kvfold.attention.tables import group_of_tiles
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import Part
-from kvfold.cache.pool.plan import Step
+from kvfold.cache.pool.plan import EngineStep
 from kvfold.formats import Format
 from kvfold.kernels.cpu import module
 from kvfold.kernels.cpu.rotations import rotation
@@ -21,14 +21,14 @@ def attend_pool(
     key: Tensor,
     value: Tensor,
     layer: PagedLayer,
-    step: Step,
+    step: EngineStep,
     *,
     scaling: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     instruction_set: str = INSTRUCTION_SETS[0],
 ) -> Tensor:
-    """`kvfold.attention.reference.attend_pool` by a kernel, which keeps what is left of unfinished pages, too.
+    """`kvfold.attention.reference.attend_pool` by a kernel, which also keeps unfinished pages.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def _rows(x: Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 
-# Each with the logits whose address it holds.
+# Each kernel beside the logits whose address it holds, which keeps them alive.
 _LAYERS: WeakKeyDictionary[PagedLayer, dict[tuple[object, ...], tuple[module.PagedLayer, Tensor | None]]] = (
     WeakKeyDictionary()
 )
@@ -80,11 +80,11 @@ def _known_layer(
     return known[asked][0]
 
 
-_STEPS: WeakKeyDictionary[Step, dict[tuple[int, ...], module.PagedStep]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[EngineStep, dict[tuple[int, ...], module.PagedStep]] = WeakKeyDictionary()
 
 
-def _known_step(step: Step, layer: PagedLayer) -> module.PagedStep:
-    """A step as the kernel knows it: once for all layers with such a pool."""
+def _known_step(step: EngineStep, layer: PagedLayer) -> module.PagedStep:
+    """A step as the kernel knows it, made once for all layers whose pools are alike."""
     size = layer.formats.keys.page_size
     steps, key = _STEPS.setdefault(step, {}), (size, *layer.pool.geometry)
     if key not in steps:

@@ -45,7 +45,7 @@ def attend_rows(
     sink_logits: Tensor | None = None,
     instruction_set: str = INSTRUCTION_SETS[0],
 ) -> Tensor:
-    """`kvfold.attention.reference.attend_rows` by a kernel, in the query's dtype; sums have float32.
+    """`kvfold.attention.reference.attend_rows` by a kernel, in the query's dtype; sums are float32.
 
     Parameters
     ----------
@@ -70,9 +70,9 @@ def attend_rows(
     whole = kernel.attend(query, out, scaling, pages, reach, sinks, given, *rest)
     if whole is None:
         _check(query, rows, mask, sink_logits)
-        query, out = query.resolve_neg().contiguous(), _room(query, rows)  # it does not take a tensor as it lies
+        query, out = query.resolve_neg().contiguous(), _room(query, rows)  # it cannot read some tensor in place
         whole = kernel.attend(query, out, scaling, pages, reach, sinks, given, *rest)
-        if whole is None:  # that is not the query alone
+        if whole is None:  # not only the query
             whole = kernel.attend(query, out, scaling, pages, reach, _copied(sinks), _copied(given), *rest)
         assert whole is not None
     if not whole:
@@ -91,7 +91,7 @@ def reads_as(format: Format, instruction_set: str = INSTRUCTION_SETS[0]) -> str:
 
 
 def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Tensor | None) -> None:
-    """Raise unless the shapes are those that the kernel will go by."""
+    """Raise unless the shapes are those that the kernel relies on."""
     batch, heads, n, key_dim = query.shape
     fits_heads = heads and not heads % rows.kv_heads
     if batch != rows.batch or not n or not fits_heads or n > rows.length or key_dim != rows.key_dim:
@@ -111,7 +111,7 @@ def _check(query: Tensor, rows: FoldedRows, mask: Tensor | None, sink_logits: Te
 
 
 def _room(query: Tensor, rows: FoldedRows) -> Tensor:
-    """Room for what attention gives, (batch, heads, n, value_dim), with heads side by side as models want them next."""
+    """Storage for the output, (batch, heads, n, value_dim), with heads side by side as models need them next."""
     shape = (*query.shape[:3], rows.value_dim)
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
 

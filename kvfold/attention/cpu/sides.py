@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvfold.kernels.cpu import _cpu
 
 INSTRUCTION_SETS: list[str] = module.instruction_sets()
-"""What this machine runs, best first."""
+"""Those that this machine runs, best first."""
 
 INTEGER_SETS = ("avx512vbmi", "avx512vnni")
 """Those that multiply codes as integers, where they fit (kvfold/kernels/cpu/integer.h)."""
@@ -28,24 +28,24 @@ INTEGER_SETS = ("avx512vbmi", "avx512vnni")
 
 def given_span(span: DenseSpan | None) -> "_cpu.GivenSpan | None":
     """A span as the kernel takes it."""
-    return None if span is None else (*span.storage, span.first, span.start, span.tokens)
+    return None if span is None else (*span.storage, span.offset, span.start, span.tokens)
 
 
 @dataclass(eq=False)
 class _Known:
-    """Rows as the kernel knows them, as long as they are made of `parts` and none of their tensors moved."""
+    """Rows as the kernel knows them, valid while they consist of `parts` and none of their tensors moved."""
 
     parts: tuple[object, ...]
     kernel: module.Rows
 
 
-# By the `id` of their folded keys, or by their own while there are none, and dropped with these: so no memory outlives
-# the pages that it belongs to. A WeakKeyDictionary would take longer to ask than all that is asked of it.
+# Keyed by the `id` of the folded keys, or of the rows while nothing is folded. An entry goes with that object, so none
+# outlives its pages. A WeakKeyDictionary lookup would dominate `known_rows`.
 _KNOWN: dict[int, _Known] = {}
 
 
 def known_rows(rows: FoldedRows, instruction_set: str) -> module.Rows:
-    """Rows as the kernel knows them, made anew when they have others or memory has moved (`share_memory_` moves it)."""
+    """Rows as the kernel knows them, made anew if their parts changed or memory moved (as by `share_memory_`)."""
     keys, values, pages = rows.keys.form, rows.values.form, rows.keys.storage
     owner: Pages | FoldedRows = pages or rows
     others = None if rows.values.storage is pages else rows.values.storage

@@ -9,7 +9,7 @@ from kvfold.kernels.ops import DTYPES
 
 
 def step_of(rows: FoldedRows, instruction_set: str = INSTRUCTION_SETS[0]) -> module.Step | None:
-    """What appends the next tokens one by one, and attends with the query of each; None if they do more than join."""
+    """A step that appends the next tokens one by one and answers their queries; None if they need more than that."""
     left = rows.steps_left() if rows.key_dim == rows.value_dim else 0
     if not left:
         return None

@@ -1,4 +1,4 @@
-"""What the kernels are told of sequences, and how they are launched."""
+"""Arguments of the kernels, and their launch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ QUERIES = 2_048
 """Most new tokens of all sequences that are attended at a time: their float32 states take memory."""
 NO_MASK: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
 WAVES = 4
-"""Programs for each multiprocessor that a short list of rows is split into."""
+"""Programs wanted for each multiprocessor: if there are too few rows for that, contexts are split."""
 MULTIPROCESSORS_OF_A_CPU = 2
-"""As many as the interpreter is said to have, so that contexts are split there too."""
+"""The number assumed for the interpreter, so that contexts are split there too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Sequences:
     Attributes
     ----------
     first, count, pages
-        int32, of each sequence: its first new token, how many it has, and pages.
+        int32, of each sequence: its first new token, how many new tokens it has, and how many pages.
     stop
         How many folded tokens each new token reads: int32, (tokens).
     most, most_pages
@@ -93,7 +93,7 @@ class Ints:
 
 @lru_cache(maxsize=8)
 def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Once for all layers that are equally long: each copy would wait for the GPU."""
+    """A tensor of `numbers`, sent once for all layers of equal length: each copy would wait for the GPU."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
@@ -108,7 +108,7 @@ def launch(
     kv_heads: int, value_dim: int, code_dim: int, softcap: float | None, sink_logits: Tensor | None,
     mask: dict[str, Any], position: int, exact: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What pages give, (tokens, heads, code_dim), and what dense tokens give, (tokens, heads, value_dim).
+    """Output from pages, rotated, (tokens, heads, code_dim), and from dense tokens, (tokens, heads, value_dim).
 
     `query` and `rotated_query`: q and q̃, scaled, float32, (tokens, heads, ·).
     """
@@ -181,5 +181,5 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _block(page_size: int, channels: int, numbers: int) -> int:
-    """Tokens that are read at a time, so many numbers: a power of two that divides a page."""
+    """Tokens that are read at a time, about `numbers` numbers: a power of two that divides a page."""
     return min(page_size & -page_size, max(numbers // channels, TILE), 64)

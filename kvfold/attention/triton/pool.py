@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.attention.triton.launch import NO_MASK, QUERIES, Dense, Ints, Sequences, Span, by_token, launch
 from kvfold.attention.triton.sides import pooled
 from kvfold.cache.pool.layer import PagedLayer
-from kvfold.cache.pool.plan import Step
+from kvfold.cache.pool.plan import EngineStep
 from kvfold.kernels.triton import on_its_device
 
 
@@ -22,18 +22,24 @@ def attend_pool(
     key: Tensor,
     value: Tensor,
     layer: PagedLayer,
-    step: Step,
+    step: EngineStep,
     *,
     scaling: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    queries: int = QUERIES,
 ) -> Tensor:
     """`kvfold.attention.reference.attend_pool` by kernels, in float32; precision as in `attend_rows`.
 
-    What becomes full is folded straight into the pool, and unfinished pages are kept.
+    Pages that become full are folded straight into the pool, and unfinished pages are kept.
+
+    Parameters
+    ----------
+    queries
+        Most new tokens that are attended at a time.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    here = _on_device(step, layer, query.device)
+    here = _on_device(step, layer, query.device, queries)
     layer.fold_in_place(step, here.folded, key, value)
     out = query.new_empty(*query.shape[:2], layer.formats.values.head_dim, dtype=torch.float32)
     for part in here.parts:
@@ -46,7 +52,7 @@ def attend_pool(
 
 @dataclass(frozen=True, eq=False)
 class _PoolPart:
-    """Some new tokens of a step, and what they read; units: the first head's of each page, (sequences, pages)."""
+    """Some new tokens of a step, and what they read. `units`: of each page's first head, (sequences, pages)."""
 
     tokens: slice
     sequences: Sequences
@@ -64,7 +70,7 @@ class _PoolStep:
     folded
         Units of the pages that become full: int64.
     left
-        `Step.left`.
+        `EngineStep.left`.
     """
 
     parts: list[_PoolPart]
@@ -72,25 +78,25 @@ class _PoolStep:
     left: Tensor
 
 
-_STEPS: WeakKeyDictionary[Step, dict[tuple[object, ...], _PoolStep]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[EngineStep, dict[tuple[object, ...], _PoolStep]] = WeakKeyDictionary()
 
 
-def _on_device(step: Step, layer: PagedLayer, device: torch.device) -> _PoolStep:
-    """A step sent to a device, once for all layers with such a pool."""
+def _on_device(step: EngineStep, layer: PagedLayer, device: torch.device, queries: int) -> _PoolStep:
+    """A step on a device, sent once for all layers whose pools are alike."""
     size, pool = layer.formats.keys.page_size, layer.pool
-    steps, key = _STEPS.setdefault(step, {}), (device, size, *pool.geometry)
+    steps, key = _STEPS.setdefault(step, {}), (device, size, queries, *pool.geometry)
     if key not in steps:
         units = pool.units(step.block_table)
         parts = [
-            _pool_part(step, range(first, min(first + QUERIES, step.tokens)), size, units, device)
-            for first in range(0, step.tokens, QUERIES)
+            _pool_part(step, range(first, min(first + queries, step.tokens)), size, units, device)
+            for first in range(0, step.tokens, queries)
         ]
         folded, left = (torch.from_numpy(x).to(device) for x in (pool.units_of(step.folded.numpy()), step.left(size)))
         steps[key] = _PoolStep(parts, folded, left)
     return steps[key]
 
 
-def _pool_part(step: Step, part: range, size: int, units: NDArray[np.int64], device: torch.device) -> _PoolPart:
+def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64], device: torch.device) -> _PoolPart:
     """The new tokens `part` of a step."""
     chosen, tokens, ints = [], list[int](), Ints(device)
     for i, (first, count, length, *_) in enumerate(step.rows.tolist()):

@@ -15,8 +15,8 @@ from kvfold.kernels.triton import on_its_device
 from kvfold.quant.packing import TILE
 
 DEVICES = ("cuda", "xpu", "cpu")
-"""By torch's names: "cuda" is NVIDIA's and AMD's, "xpu" Intel's. On a CPU they run in Triton's interpreter, to be
-tested."""
+"""By torch's names: "cuda" is NVIDIA's and AMD's, "xpu" Intel's. On a CPU the kernels run in Triton's interpreter,
+for tests."""
 
 
 def why_not(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
@@ -35,7 +35,7 @@ def why_not(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
 
 
 def step_of(rows: FoldedRows) -> None:
-    """None: single tokens have no other way."""
+    """None: single tokens have no fast path."""
 
 
 def why_not_pages(*forms: PageForm) -> str | None:
@@ -59,16 +59,22 @@ def attend_rows(
     mask: Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    queries: int = QUERIES,
 ) -> Tensor:
     """`kvfold.attention.reference.attend_rows` by kernels, in the query's dtype.
 
-    Queries, probabilities and what they are multiplied with are float16 numbers to the tensor cores, unless `query`
-    is float32. A query with a NaN or an infinity gets NaN: to see it would mean to wait for the GPU.
+    Tensor cores multiply queries with keys, and probabilities with values, in float16, unless `query` is float32. A
+    query with a NaN or an infinity gets NaN: a check would wait for the GPU.
+
+    Parameters
+    ----------
+    queries
+        Most queries of all rows that are attended at a time.
     """
     batch, heads, n, _ = query.shape
     until, stop = rows.reach(n, dense, causal=mask is None)
     out = query.new_empty(batch, heads, n, rows.value_dim)
-    step = max(QUERIES // batch, 1)
+    step = max(queries // batch, 1)
     for first in range(0, n, step):
         part = slice(first, first + step)
         if mask is not None and mask.shape[2] > 1:
@@ -86,7 +92,7 @@ def _attend_some(
     query: Tensor, rows: FoldedRows, dense: DenseSpan | None, until: list[int], after: list[int], *,
     scaling: float, mask: Tensor | None, softcap: float | None, sink_logits: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of queries that read up to `until` folded, and up to `after` at all."""
+    """Attention of queries that read folded tokens up to `until`, and any tokens up to `after`."""
     batch, _, n, _ = query.shape
     kv_heads, device, exact = rows.kv_heads, query.device, query.dtype == torch.float32
     q = query.float().unflatten(1, (kv_heads, -1)) * scaling

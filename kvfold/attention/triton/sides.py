@@ -47,7 +47,7 @@ def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]
 
 
 def _runs(form: PageForm) -> tuple[tuple[int, int, int, int], ...]:
-    """Groups with equal bits and levels, in powers of two: the first, how many, their bits, the sum of bits before."""
+    """Runs of groups with equal bits and levels, of lengths 2^k: first group, length, bits, sum of bits before."""
     runs, first = [], 0
     for kind, group in groupby(form.kinds):
         left = len(list(group))
@@ -71,7 +71,7 @@ def _side(form: PageForm, parts: dict[str, Tensor], last: dict[str, int], stride
     found: dict[str, Tensor | None] = {name: parts.get(name) for name in PARTS}
     if not form.plain_dim:
         found["plain"] = None
-    if form.bits:  # in words
+    if form.bits:  # read in words of 32 bits
         found["code"], shape = parts["code"].reshape(-1).view(torch.int32), replace(shape, code=shape.code // 4)
     found["lut"] = on(device, form.lut, None if exact else torch.float16) if form.bits else None
     found["bits"] = None if shape.even or not form.bits else bits_table(form.bits, device)
@@ -89,7 +89,7 @@ def stored(store: PageStore, exact: bool) -> Side:
 
 
 def pooled(form: PageForm, layer: PagedLayer, parts: Sequence[Part], exact: bool) -> Side:
-    """One side of a pool: each part is the pool itself, from where the first page's part is."""
+    """One side of a pool: each part is a view of the pool, from that part of the first page on."""
     whole = {part.name: layer.pool.elements(part) for part in parts}
     views, strides = ({name: x for name, (x, _) in whole.items()}, {name: by for name, (_, by) in whole.items()})
     return _side(form, views, {part.name: part.shape[-1] for part in parts if part.shape}, strides, exact)

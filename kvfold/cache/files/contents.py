@@ -1,8 +1,8 @@
 """Files that are read only if not one bit of them has changed.
 
-A file is a safetensors file. Its metadata say its kind and version, hold plain data as JSON, and a SHA-256 of the whole
-file, taken with zeros in the place of the checksum's own digits. Who loads trusts nothing beyond that: a checksum is no
-signature, so what is taken out of `Contents` is checked against what it must be.
+A file is a safetensors file. Its metadata hold its kind and version, plain data as JSON, and a SHA-256 of the whole
+file, computed with zeros in place of the checksum's own digits. A checksum is no signature, so loading also checks
+everything that it takes out of `Contents` against what it must be.
 """
 
 import errno
@@ -40,24 +40,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 _UNKNOWN = "0" * 64
-_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')  # no part of a string: in JSON, quotes there are escaped
+_CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')  # never within a string: JSON escapes quotes there
 
 
 @dataclass(eq=False)
 class Contents:
-    """Plain data and tensors of one thing in a file, those of its parts included.
+    """Plain data and tensors of one object in a file, including those of its parts.
 
-    Who saves puts them in. Who loads takes each out, once, and says what it must be like; `done` tells that nothing is
-    left over.
+    Saving puts them in. Loading takes each out, once, and says what it must be like; `done` raises if anything is left.
 
     Attributes
     ----------
     data
-        What JSON holds.
+        Values that go into JSON.
     tensors
-        Tensors by name; those of part `p` are called `p.` and their name in the part.
+        Tensors by name; names of those in part `p` start with `p.`.
     where
-        Names of the parts on the way here, for messages.
+        Names of the parts that lead here, for messages.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class Contents:
         return value
 
     def lacks(self, name: str) -> bool:
-        """Take `name` out if it is there and null."""
+        """Whether `name` is there and null; then it is taken out."""
         if name not in self.data or self.data[name] is not None:
             return False
         del self.data[name]
@@ -121,7 +120,7 @@ class Contents:
         fits = len(shape) == tensor.ndim and all(
             length in (None, own) for length, own in zip(shape, tensor.shape, strict=True)
         )
-        strides = prod(max(length, 1) for length in tensor.shape)  # which empty tensors have too
+        strides = prod(max(length, 1) for length in tensor.shape)  # empty tensors have strides, too
         if not fits or strides >= 2**63 or tensor.dtype not in dtypes:
             raise ValueError(
                 f"{self.where}{name} is {tensor.dtype} of the shape {tuple(tensor.shape)}, in the place of "
@@ -155,7 +154,7 @@ def write(path: str | os.PathLike[str], kind: str, version: int, contents: Conte
             raise ValueError(f"{name} is {tensor.dtype}: a file holds {', '.join(FLOATS)} and integers")
         own = tensor.detach().cpu().contiguous()
         storage = own.untyped_storage().data_ptr()
-        tensors[name] = own.clone() if storage in storages else own  # the library takes no memory twice
+        tensors[name] = own.clone() if storage in storages else own  # safetensors refuses shared memory
         storages.add(storage)
     metadata = {
         "kind": kind, "version": str(version), "kvfold": package_version("kvfold"),
@@ -168,7 +167,7 @@ def write(path: str | os.PathLike[str], kind: str, version: int, contents: Conte
             raise OSError(errno.EIO, str(error)) from error
         with open(scratch, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as raw:
             header = _header(raw)
-            # The library shuffles metadata (its issue 584); in order, equal contents make equal files.
+            # safetensors shuffles metadata (its issue 584). In a fixed order, equal contents make equal files.
             entries = json.loads(raw[header]) | {"__metadata__": metadata}
             text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
             raw[header] = text.ljust(len(raw[header]))
@@ -198,9 +197,9 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> Contents:
         with safe_open(path, framework="pt") as opened:
             if opened.metadata() != metadata:
                 raise ValueError("the file was replaced while it was read")
-            # What the library gives out keeps the file mapped.
+            # safetensors' own tensors keep the file mapped.
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-    except (ValueError, SafetensorError, TypeError, RecursionError) as error:  # the latter two of torch and JSON
+    except (ValueError, SafetensorError, TypeError, RecursionError) as error:  # torch and JSON raise the last two
         raise ValueError(f"path = {str(path)!r}: {error}") from None
     return Contents(data, tensors)
 

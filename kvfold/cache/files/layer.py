@@ -13,11 +13,11 @@ from kvfold.cache.layer import LayerCache
 from kvfold.formats import KeyStatistics, Window
 
 LARGEST_SAVED = 2**20
-"""A file that asks for more rows or heads is refused before it gets the memory."""
+"""A file that has more rows or heads is refused before memory is allocated for it."""
 
 
 def layer_to_saved(layer: HeldLayer) -> Contents:
-    """What a layer holds, without unused capacity, and what it takes to go on."""
+    """What a layer holds, without unused capacity, and all that it needs to continue."""
     config, shape, dtype = layer.config, layer.shape, layer.dtype
     window, statistics = config.window, config.statistics
     saved = Contents(
@@ -47,7 +47,7 @@ def layer_to_saved(layer: HeldLayer) -> Contents:
 
 
 def layer_from_saved(saved: Contents, index: int = 0) -> LayerCache:
-    """The layer that `layer_to_saved` told of, on the CPU; all of `saved` is taken out.
+    """The layer that `layer_to_saved` described, on the CPU; takes everything out of `saved`.
 
     Raises
     ------
@@ -111,12 +111,12 @@ def _fill(layer: LayerCache, saved: Contents, groups: int) -> None:
 
 
 def _names_of(config: LayerConfig, saved: Contents) -> str:
-    """Names of the formats that rows fold with, whose bits are taken out of `saved`.
+    """Names of the formats that rows fold with; takes their bits out of `saved`.
 
     Raises
     ------
     ValueError
-        If they cannot be what the first tokens gave this layer.
+        If no first tokens can give this layer such bits.
     """
     asked = bits_in(config.format)
     bits = dict(zip(asked, saved.numbers("bits", len(asked), 1, 8), strict=True))

@@ -13,13 +13,13 @@ KINDS = (
     (stat.S_ISDIR, A_FOLDER), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
 )  # fmt: skip
-"""What is no file, though it has a path."""
+"""Things that have a path but are no files."""
 
 AnyPath = str | os.PathLike[str]
 
 
 def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
-    """`path` if there is a file, which a program can read from its beginning to its end; `made_by` says what makes one.
+    """`path`, if a file is there that can be read from beginning to end; `made_by` names what makes one, for messages.
 
     Raises
     ------
@@ -37,23 +37,23 @@ def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
 
 
 def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | None] = ()) -> Path:
-    """Where a file would be written for `path`; what a link points to is written, and the link stays.
+    """Where a file for `path` would be written: a link stays, and its target is written.
 
-    To be asked before the work that fills the file.
+    Call it before the work that fills the file.
 
     Parameters
     ----------
     path
-        It names a file, or nothing, in a folder that is there.
+        Names a file, or nothing yet, in an existing folder.
     name
-        How the user calls it, for messages.
+        The user's name for it, for messages.
     inputs
-        Files, and folders of files, that are read, or written too, and so must stay as they are.
+        Files, and folders of files, that must not be replaced: they are read, or written as well.
 
     Raises
     ------
     OSError
-        If there can be no file, or there is something that is not to be replaced by one: a folder, a device, a FIFO.
+        If no file can be there, or something is there that a file must not replace: a folder, a device, a FIFO.
     ValueError
         If it is one of the inputs.
     """
@@ -88,7 +88,7 @@ def _kind(path: AnyPath, name: str) -> str:
 
 
 def _reads(source: Path, target: Path) -> bool:
-    """Whether what is read from `source`, a file or a folder of files, has to do with the file `target`."""
+    """Whether `target` is the file `source`, or an existing file in the folder `source`."""
     with suppress(OSError):
         if source.is_dir():
             return target.exists() and source.samefile(target.parent)
@@ -98,9 +98,9 @@ def _reads(source: Path, target: Path) -> bool:
 
 @contextmanager
 def replacing_path(path: AnyPath, name: str = "path") -> Iterator[Path]:
-    """Path of a new, empty file, that takes the place of `path` when the block ends and all of it is on the disk.
+    """Path of a new, empty file that replaces `path` when the block ends, once all of it is on the disk.
 
-    If anything fails, the new file is gone and what was at `path` is as it was.
+    If anything fails, the new file is deleted and `path` is as it was.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def replacing_path(path: AnyPath, name: str = "path") -> Iterator[Path]:
     scratch = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         scratch.touch(exist_ok=False)
-        # Who must not read the old file must not read the new one, nor what is yet of it.
+        # Nobody who must not read the old file may read the new one, complete or not.
         mode = (target if target.is_file() else scratch).stat().st_mode
         scratch.chmod(0o600)
         yield scratch

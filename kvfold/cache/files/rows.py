@@ -9,27 +9,27 @@ from torch import Tensor
 from kvfold.cache.files.contents import Contents
 from kvfold.cache.fit import PromptFit
 from kvfold.cache.held import HeldRows
-from kvfold.cache.prompt_costs import count_looked_at
+from kvfold.cache.prompt_costs import count_sampled
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.store import PageStore
 from kvfold.cache.tail import DenseTokens, tail_capacity
 from kvfold.formats import FormatPair, KeyStatistics
 
 SIDES = ("keys", "values")
-"""Names of the sides of rows in files; rows whose values are a view of keys have the first alone."""
+"""Names of the sides of rows in files; rows whose values are a view of keys have only the first."""
 
 
 def rows_to_saved(rows: HeldRows) -> Contents:
     """What rows hold, without unused capacity."""
     fit, fitted = rows.fit, rows.fit.formats.awaits_fit and not rows.formats.awaits_fit
-    seen, looked_at = (None if x is None else x.shape[2] for x in (fit.energy, fit.queries))
+    seen, sampled = (None if x is None else x.shape[2] for x in (fit.energy, fit.queries))
     saved = Contents(
         {
             "pages": rows.keys.count,
             "tail_start": rows.dense.tail_start,
             "fitted": fitted,
             "queries": seen,
-            "looked_at": looked_at,
+            "looked_at": sampled,
             "evicted": rows.evicted,
             "positions": None if rows.positions is None else rows.positions.shape[-1],
         }
@@ -51,7 +51,7 @@ def rows_to_saved(rows: HeldRows) -> Contents:
     if fitted:
         for name in ("keys", "values"):
             fmt, before = getattr(rows.formats, name), getattr(fit.formats, name)
-            own = before.awaits_fit or fit.awaits_bits  # and not a calibration's
+            own = before.awaits_fit or fit.awaits_bits  # else tables are a calibration's
             saved.put(f"{name}_fit", Contents({}, fmt.fit_tables() if own else {}))
     return saved
 
@@ -63,16 +63,16 @@ def rows_from_saved(
     like: tuple[Tensor, Tensor],
     length: int,
 ) -> FoldedRows:
-    """The rows that `rows_to_saved` told of.
+    """The rows that `rows_to_saved` described.
 
     Parameters
     ----------
     saved
-        What it gave; all of it is taken out.
+        What it returned; everything is taken out.
     formats
         The formats that the rows started with.
     folds
-        Those that pages are folded with, not fitted: others, if the rows were given bits.
+        The formats that pages are folded with, not fitted; they differ from `formats` if first tokens decided bits.
     like
         Empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays dense.
     length
@@ -142,7 +142,7 @@ def _queries_from_saved(saved: Contents, rows: FoldedRows, batch: int) -> Prompt
         shape = (batch, kv_heads, saved.number("queries", 0, most), rows.key_dim)
         energy = saved.tensor("query_energy", [torch.bfloat16], shape)
     if not saved.lacks("looked_at"):
-        count = saved.number("looked_at", 0, count_looked_at(first, sinks) if fit.awaits_bits else -1)
+        count = saved.number("looked_at", 0, count_sampled(first, sinks) if fit.awaits_bits else -1)
         queries = saved.tensor("queries", [torch.bfloat16], (batch, None, count, rows.key_dim))
         if not queries.shape[1] or queries.shape[1] % kv_heads:
             raise ValueError(f"{saved.where}queries are of {queries.shape[1]} heads, keys of {kv_heads}")
@@ -183,7 +183,7 @@ def _stores_from_saved(
 
 
 def _check_positions(rows: FoldedRows, where: str) -> None:
-    """Raise unless `positions` are different ones before all that follow them."""
+    """Raise unless `positions` are distinct, after the sinks, and before the tokens that follow."""
     assert rows.positions is not None
     held = rows.positions.sort(-1).values
     part = not rows.formats.folds_by_token and held.shape[-1] % rows.page_size
@@ -194,7 +194,7 @@ def _check_positions(rows: FoldedRows, where: str) -> None:
 
 
 def _check_layout(rows: FoldedRows, pages: int, tail_start: int, where: str) -> None:
-    """Raise unless rows of this length can come to `pages` pages and this tail."""
+    """Raise unless rows of this length can have `pages` pages and this tail."""
     dropped, rest = divmod(tail_start - rows.window.sinks, rows.page_size)
     if rows.schedule.by_token:
         fits = pages == rows.schedule.pages(rows.length) and dropped == 0
@@ -210,7 +210,7 @@ def _check_layout(rows: FoldedRows, pages: int, tail_start: int, where: str) -> 
 
 
 def _check_free_slots(rows: FoldedRows, part: int, where: str) -> None:
-    """Raise unless the last page is free after `part` tokens: more are to join it."""
+    """Raise unless the last page is empty after `part` tokens: later tokens are added to it."""
     for store in rows.stores:
         last = store.pages(store.count - 1)
         free = last.map(lambda t: t.clone())

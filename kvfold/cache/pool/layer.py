@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.pool.layout import PagePool
-from kvfold.cache.pool.plan import Step
+from kvfold.cache.pool.plan import EngineStep
 from kvfold.formats import FormatPair
 from kvfold.formats.base import require_finite
 from kvfold.kernels.places import Places
@@ -38,8 +38,8 @@ class PagedLayer:
         self.tail_keys = torch.zeros(*shape, formats.keys.head_dim, dtype=dtype, device=device)
         self.tail_values = torch.zeros(*shape, formats.values.head_dim, dtype=dtype, device=device)
 
-    def fold(self, step: Step, key: Tensor, value: Tensor) -> None:
-        """Fold what a step completes, before attention reads.
+    def fold(self, step: EngineStep, key: Tensor, value: Tensor) -> None:
+        """Fold the pages that a step completes, before attention reads.
 
         Parameters
         ----------
@@ -63,10 +63,11 @@ class PagedLayer:
             require_finite(folded[-1])
         self.pool.write(step.folded, (folded[0], folded[1]))
 
-    def fold_in_place(self, step: Step, units: Tensor, key: Tensor, value: Tensor) -> None:
+    def fold_in_place(self, step: EngineStep, units: Tensor, key: Tensor, value: Tensor) -> None:
         """`fold` by GPU kernels, straight into the pool.
 
-        Nobody waits to see a NaN, an infinity or a scale beyond float16: attention over such a page gives NaN.
+        A check for a NaN, an infinity or a scale beyond float16 would wait for the GPU. Without it, attention over such
+        a page gives NaN.
 
         Parameters
         ----------
@@ -79,7 +80,7 @@ class PagedLayer:
         for fmt, parts, x in zip(pair, (layout.keys, layout.values), self._full(step, key, value), strict=True):
             fmt.fold_into(x, Places({part.name: self.pool.elements(part) for part in parts}, units))
 
-    def _full(self, step: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _full(self, step: EngineStep, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all pages that become full, (1, kv_heads, tokens, dim)."""
         sides = []
         for tails, new in ((self.tail_keys, key), (self.tail_values, value)):
@@ -92,7 +93,7 @@ class PagedLayer:
         return sides[0], sides[1]
 
     def keep_tails(self, left: Tensor, key: Tensor, value: Tensor) -> None:
-        """Copy what new tokens leave of unfinished pages (`Step.left`) into their slots, after attention has read."""
+        """Copy new tokens of unfinished pages (`EngineStep.left`) into their slots, after attention has read."""
         slot, at, token = left
         self.tail_keys[slot, :, at] = key[token]
         self.tail_values[slot, :, at] = value[token]

@@ -1,4 +1,4 @@
-"""What the bytes of an engine's pool are: pages of keys and values, each one run of bytes."""
+"""Byte layout of an engine's pool: pages of keys and values, each one run of bytes."""
 
 from dataclasses import dataclass
 from math import prod
@@ -45,7 +45,7 @@ class Part:
     offset, nbytes
         Where its bytes begin, and how many they are.
     shape, dtype
-        What they are, for one page of one head.
+        The tensor's, for one page of one head.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Part:
 
 
 class PageLayout:
-    """Keys and values of one page of one KV head as one run of bytes: codes first, then numbers, the wider first.
+    """Keys and values of one page of one KV head as one run of bytes: codes, then numbers, wider dtypes first.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class PageLayout:
 
 
 def _page_of(side: Format) -> Pages:
-    """One folded page of nothing."""
+    """One folded page of zeros."""
     return side.fold(torch.zeros(side.page_size, side.head_dim))
 
 
@@ -143,7 +143,7 @@ class PagePool:
 
     @property
     def geometry(self) -> tuple[int, ...]:
-        """What decides where a block's pages lie: pools with the same are alike."""
+        """What decides where a block's pages lie: offsets are equal in pools with equal geometry."""
         return self.block_bytes, self.pages_a_block, self.kv_heads, self.page_bytes
 
     def _at(self, block: NDArray[np.integer], page: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -151,12 +151,12 @@ class PagePool:
         return block.astype(np.int64) * self.block_bytes + page * (self.page_bytes * self.kv_heads)
 
     def units(self, block_table: NDArray[np.integer]) -> NDArray[np.int64]:
-        """`page_at` in steps of a page of one head, which GPU kernels count in.
+        """`page_at` counted in units, pages of one head, for GPU kernels.
 
         Raises
         ------
         ValueError
-            If blocks do not lie whole such steps apart.
+            If blocks do not lie whole units apart.
         """
         return self._in_units(self.page_at(block_table))
 
@@ -186,7 +186,7 @@ class PagePool:
                 tensor = getattr(side, part.name)[0].transpose(0, 1).reshape(len(pages), self.kv_heads, -1)
                 own = slice(part.offset, part.offset + part.nbytes)
                 whole[..., own] = tensor.contiguous().view(torch.uint8)
-        for page, new in zip(pages.tolist(), whole, strict=True):  # to index by tensors wakes all threads, even for few
+        for page, new in zip(pages.tolist(), whole, strict=True):  # indexing by tensors wakes all threads, even for few
             self.pages[page // self.pages_a_block, page % self.pages_a_block] = new
 
     def read(self, pages: Tensor) -> tuple[Pages, Pages]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Slots:
-    """Who has which slot of the tails: one for each unfinished page of a live sequence, by the page's number.
+    """Slots of the tails: one for each unfinished page of a live sequence, by the page's number.
 
     A page belongs to one sequence at a time, which writes it from its first token on without gaps. So a page that is
-    begun anew belongs to somebody else, and an unfinished page without a slot is an error, never a guess.
+    begun anew has a new owner, and an unfinished page without a slot is an error, never a guess.
     """
 
     def __init__(self, count: int) -> None:
@@ -27,7 +27,7 @@ class Slots:
         return len(self._slot_of)
 
     def begin_step(self) -> None:
-        """Make what the step before gave back usable."""
+        """Make the slots that the step before gave back usable."""
         self._free += self._after
         self._after = []
 
@@ -47,7 +47,7 @@ class Slots:
 
     def take(self, page: int) -> int:
         """A slot for a page that is begun."""
-        if page in self._slot_of:  # its owner left without a word
+        if page in self._slot_of:  # its former owner left without `release`
             return self._slot_of[page]
         if not self._free:
             raise RuntimeError(
@@ -59,7 +59,7 @@ class Slots:
     def pass_on(self, page: int, next_page: int) -> int:
         """The slot of a page that becomes full, for the next page of its sequence."""
         slot = self._slot_of.pop(page)
-        self.release([next_page])  # its owner left without a word
+        self.release([next_page])  # its former owner may have left without doing so
         self._slot_of[next_page] = slot
         return slot
 
@@ -83,7 +83,7 @@ class Folding:
     slot, held
         Slot of the first page's tokens before this step, and how many they are.
     first, count
-        The first of the sequence's new tokens in the batch, and how many of them these pages take.
+        Place in the batch of the sequence's first new token, and how many new tokens these pages take.
     """
 
     slot: int
@@ -93,18 +93,18 @@ class Folding:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """What one step of an engine is to all layers that share pages.
+class EngineStep:
+    """One step of an engine, the same for all layers that share pages.
 
     Attributes
     ----------
     rows
-        int64, (sequences, 5): the first new token in the batch, how many there are, the sequence's length with them,
-        the slot of the tokens before in its unfinished page, and the slot for what is left after; -1 for none.
+        int64, (sequences, 5): the first new token's place in the batch, the count of new tokens, the sequence's length
+        with them, and the slots of its unfinished page before and after the step; -1 for none.
     block_table
         (sequences, blocks), as the engine gave it.
     foldings
-        What becomes full.
+        Pages that become full.
     folded
         Numbers of those pages: int64, in the order of `foldings`.
     tokens
@@ -130,7 +130,7 @@ class Step:
 def plan(
     starts: Sequence[int], lengths: Sequence[int], block_table: NDArray[np.integer], slots: Slots, pages_a_block: int,
     page_size: int,
-) -> Step:  # fmt: skip
+) -> EngineStep:  # fmt: skip
     """Plan a step, giving slots to pages that are begun.
 
     Parameters
@@ -140,7 +140,7 @@ def plan(
     lengths
         Tokens of each sequence, new ones included.
     block_table
-        (sequences, blocks): block numbers; what lies beyond a sequence's length is not looked at.
+        (sequences, blocks): block numbers; entries beyond a sequence's length are ignored.
 
     Raises
     ------
@@ -178,7 +178,7 @@ def plan(
             next_tail = tail if last == opened else slots.pass_on(number(opened), number(last))
         rows.append((first, count, length, tail, next_tail))
         own.append(i)
-    return Step(
+    return EngineStep(
         np.array(rows, dtype=np.int64).reshape(-1, 5), block_table[own], foldings,
         torch.tensor(folded, dtype=torch.int64), int(starts[-1]),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Behaviour beyond perplexity: what a model still does with a folded cache (seed 004)."""
+"""Behaviour beyond perplexity: what a model still does with a folded cache (after the TBQ fork of llama.cpp)."""
 
 from kvfold.evaluate.behaviour.arithmetic import Arithmetic
 from kvfold.evaluate.behaviour.case import Case, Outcome, Task, Turn

@@ -15,10 +15,10 @@ from kvfold.integrations.text import standard_text
 
 @dataclass(frozen=True)
 class Arithmetic(Task):
-    """10 products of 2×2 matrices, 10 of 3×3, and 15 of numbers, after 0 to 2,000 tokens of other text (seed 004).
+    """10 products of 2×2 matrices, 10 of 3×3, and 15 of numbers, after 0 to 2,000 tokens of other text.
 
-    Three solved examples come first, so that a model need not be tuned on instructions. Text between the examples and
-    the question would only make them hard to find; it lies in front of all.
+    Three solved examples come first, so that a model need not be tuned on instructions. The text comes before them:
+    between the examples and the question, it would only make the examples hard to find.
 
     Attributes
     ----------

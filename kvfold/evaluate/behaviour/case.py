@@ -19,7 +19,7 @@ class Turn:
     max_new_tokens
         Length of the reply.
     forced
-        Whether the reply goes on to that length whatever the model wants.
+        Whether the reply goes on to that length even if the model would end it.
     """
 
     ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one cache made of one case.
+    """The result of one case with one cache.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Outcome:
     score
         In [0, 1]: 1 for a right answer. First divergence: the share of tokens before it.
     detail
-        A word on the score, such as where a loop began.
+        A note on the score, such as where a loop began.
     tokens
         Tokens of the whole conversation.
     """
@@ -90,7 +90,7 @@ class Task(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     group_by: ClassVar[tuple[str, ...]] = ()
-    """Keys of `Case.about` that figures are told apart by."""
+    """Keys of `Case.about` that figures are grouped by."""
     compares: ClassVar[bool] = False
     """Whether a score tells how close a reply is to that of the dense cache, rather than whether it is right."""
 

@@ -45,7 +45,7 @@ def converse(
     done
         Called for each case when its conversation ends.
     calibration
-        What a folded cache goes by; None: each prompt's own first tokens.
+        Statistics for folded caches; None: those of each prompt's first tokens.
     """
     for batch in batches(cases):
         cache = (
@@ -110,7 +110,7 @@ def _hold(
         for row, reply in zip(new.tolist(), replies, strict=True):
             stop = len(row) if turn.forced else next((j for j, token in enumerate(row) if token in ends), len(row))
             reply.append(row[:stop])
-        if len(batch) == 1:  # the end-of-text token is the next turn's to write
+        if len(batch) == 1:  # the next turn brings the end-of-text token
             new = new[:, : len(replies[0][-1])]
         ids, mask = torch.cat((ids, new), 1), torch.cat((mask, torch.ones_like(new)), 1)
     return replies

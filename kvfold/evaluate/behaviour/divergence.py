@@ -41,8 +41,8 @@ FAMILIES = {
 class Divergence(Task):
     """Greedy continuations of several kinds of text, compared token by token with the dense cache's.
 
-    Greedy text is chaotic: one changed token changes all that follow, right or wrong. So this tells caches apart, and
-    not good text from bad.
+    Greedy text is chaotic: one changed token changes all that follow, right or wrong. So this shows how far caches
+    differ, not how good the text is.
 
     Attributes
     ----------

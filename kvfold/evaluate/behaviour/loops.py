@@ -38,7 +38,7 @@ DIALOGUES = {
 
 @dataclass(frozen=True)
 class Loops(Task):
-    """Conversations of six turns; a reply that ends in the same words over and over is a failure (seed 004).
+    """Conversations of six turns; a reply that ends in the same words over and over is a failure.
 
     Attributes
     ----------

@@ -19,8 +19,8 @@ PLACES = ("lighthouse", "observatory", "archive", "greenhouse", "library", "harb
 class Needle(Task):
     """A sentence with a number lies at some depth of a long text; the text ends by asking for it.
 
-    After Kamradt's "needle in a haystack" (2023). Asked as a sentence to complete, which models without
-    instruction tuning answer too.
+    After Kamradt's "needle in a haystack" (2023). The question is a sentence to complete, so that models without
+    instruction tuning can answer, too.
 
     Attributes
     ----------

@@ -15,10 +15,10 @@ TOPICS = ("a lighthouse keeper", "a train to the north", "an old clock", "a lost
 
 @dataclass(frozen=True)
 class Recall(Task):
-    """A passphrase, then a long story by the model itself, then the passphrase again (seed 004).
+    """A passphrase, then a long story by the model itself, then the passphrase again.
 
-    The story is made to go on to its full length, so what stands between lies in the cache as decoding wrote it.
-    Asked as a sentence to complete, which models without instruction tuning answer too.
+    The story always runs to its full length, so the tokens in between are in the cache as decoding wrote them. The
+    question is a sentence to complete, so that models without instruction tuning can answer, too.
 
     Attributes
     ----------

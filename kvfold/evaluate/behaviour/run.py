@@ -41,7 +41,7 @@ def run_task(
     done
         Called with each new outcome and its replies.
     calibration
-        What folded caches go by; None: each prompt's own first tokens.
+        Statistics for folded caches; None: those of each prompt's first tokens.
 
     Returns
     -------
@@ -98,7 +98,7 @@ class TaskRow:
     Attributes
     ----------
     task, group, format
-        Where.
+        What the figures are of.
     cases
         How many.
     dense, folded
@@ -120,7 +120,7 @@ class TaskRow:
 
 
 def sum_up(task: Task, outcomes: Sequence[Outcome]) -> list[TaskRow]:
-    """Figures of each group and format, over the cases that all of them have; all together come last, group empty."""
+    """Figures of each group and format over the cases that all formats have; the total comes last, its group empty."""
     formats = list(dict.fromkeys(o.format for o in outcomes if o.format != DENSE))
     dense = {o.case: o for o in outcomes if o.format == DENSE}
     # A file of a job that was killed may lack some.

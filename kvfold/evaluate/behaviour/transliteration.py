@@ -28,7 +28,7 @@ OFFICIAL = {
 
 @dataclass(frozen=True)
 class Transliteration(Task):
-    """A German scientist's name to its Korean spelling: rare tokens, one right answer, exact match (seed 004).
+    """A German scientist's name to its Korean spelling: rare tokens, one right answer, exact match.
 
     Asked twice: from memory, and from a table that stands earlier in the prompt. The second needs no knowledge, only
     that rare tokens can still be read from the cache.

@@ -1,6 +1,6 @@
 """kvfold for mlx-lm: `pip install 'kvfold[mlx]'`, on Macs and, on the CPU, on Linux."""
 
-import kvfold.attention.mlx  # noqa: F401  # before mlx-lm: it says so if there is no MLX
+import kvfold.attention.mlx  # noqa: F401  # before mlx-lm: its error says if MLX is missing
 
 try:
     import mlx_lm  # noqa: F401

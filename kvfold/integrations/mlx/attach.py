@@ -18,10 +18,10 @@ _THEIRS = getattr(base, FUNCTION)
 
 
 class FoldedHandle:
-    """What a folded layer gives in the place of dense keys and values: their shape, and no elements.
+    """Returned by a folded layer instead of dense keys and values: it has their shape, but no elements.
 
-    mlx-lm's models hand what `update_and_fetch` returns on to `scaled_dot_product_attention`, which takes `appended`
-    from it. Whatever else is asked of it is an error.
+    mlx-lm's models pass the result of `update_and_fetch` to `scaled_dot_product_attention`, which takes `appended` from
+    it. Any other use is an error.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def _attention(
         if mask != "causal":
             raise ValueError(f"mask = {mask!r}: folded attention takes 'causal', an array or None")
         mask = None
-    elif mask is None and queries.shape[2] > 1:  # mlx-lm means it so
+    elif mask is None and queries.shape[2] > 1:  # in mlx-lm, None lets all queries read all keys
         mask = mx.ones((queries.shape[2], keys.shape[2]), mx.bool_)
     with keys.reading():
         return attend(queries, keys.appended, scaling=scale, mask=mask, sink_logits=sinks)
@@ -76,13 +76,13 @@ def _attention(
 def attach(model: nn.Module | None = None) -> None:
     """Let all models of mlx-lm read folded caches folded; other caches are read as before.
 
-    Their attention function is a name in each model's module, so it is replaced there and where modules that are
-    imported later take it from. Calling it again takes in modules that came since; `detach` undoes it.
+    Each model's module imports the attention function by name. So it is replaced in those modules, and in the one from
+    which later modules will import it. Another call covers modules imported since; `detach` undoes it.
 
     Parameters
     ----------
     model
-        One whose code may be in no module that Python knows, as mlx-lm runs a checkpoint's own `model_file`.
+        A model whose code may be in no imported module, as when mlx-lm runs a checkpoint's own `model_file`.
     """
     _replace(_THEIRS, _attention, model)
 

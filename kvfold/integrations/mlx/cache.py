@@ -36,7 +36,7 @@ def make_prompt_cache(
 
     Full-attention layers fold; layers with a sliding window or a state are mlx-lm's own, dense. Attention of all of
     mlx-lm's models reads folded caches from then on (`kvfold.integrations.mlx.attach`). Whether this model's does is
-    tried by letting it plan a pass, of which nothing is computed.
+    checked by a pass that MLX plans but never computes.
 
     Parameters
     ----------

@@ -47,14 +47,14 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
         return not self.layer.columns
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[FoldedHandle, FoldedHandle]:
-        """Add tokens, (batch, kv_heads, n, dim); what comes back stands for all keys and values in attention.
+        """Add tokens, (batch, kv_heads, n, dim); returns stand-ins for all keys and values in attention.
 
         Raises
         ------
         ValueError
             On keys or values that do not fit what is held, or that hold NaN or infinity where they fold. The other
-            layers may have taken this pass's tokens, so the whole prompt cache is of no use then, and says so. It also
-            says so in the next pass, if an interrupt has kept some layers from this one's tokens.
+            layers may have taken this pass's tokens, so the whole prompt cache is unusable then, and later calls raise,
+            too. The next pass also raises if an interrupt has kept this one's tokens from some layers.
         RuntimeError
             After `detach`.
         """
@@ -66,7 +66,7 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
         )
 
     def keys_and_values(self) -> None:
-        """Not possible: what layers that share a cache read is not kept from pass to pass.
+        """Not possible: layers that share a cache need keys and values that other layers added, which are not kept.
 
         Raises
         ------
@@ -114,9 +114,9 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> dict[str, Any]:
-        """Arrays by name, and under "about" the bytes of a line of JSON: all that it takes to go on.
+        """Arrays by name, and under "about" the bytes of a line of JSON: all that is needed to go on.
 
-        For mlx-lm's `save_prompt_cache`, and to be evaluated.
+        For mlx-lm's `save_prompt_cache`, and for `mx.eval`.
         """
         self.passes.check_whole()
         data, arrays = self.layer.to_arrays()
@@ -142,7 +142,7 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
 
     @property
     def meta_state(self) -> str:
-        """Nothing: `state` has it all. mlx-lm before 0.32 saves it beside."""
+        """Empty: `state` has everything. mlx-lm before 0.32 saves this, too."""
         return ""
 
     @meta_state.setter
@@ -152,12 +152,12 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
 
     @classmethod
     def from_state(cls, state: dict[str, Any], meta_state: str = "") -> "FoldedKVCache":
-        """The layer that `state` told of.
+        """The layer that `state` describes.
 
         Raises
         ------
         ValueError
-            If it is none, or damaged.
+            If it is no such state, or damaged.
         """
         own = cls.__new__(cls)
         own.state, own.meta_state = state, meta_state

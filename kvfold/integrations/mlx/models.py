@@ -69,10 +69,10 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def config_as_before(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config of transformers 5 says of RoPE and windows, under the names that configs had before.
+    """RoPE and windows of a transformers 5 config, under the names that older configs have for them.
 
-    Some of mlx-lm's models (0.32) know only these: they would turn keys by a base of 10,000, or take the wrong layers
-    for sliding windows, without a word.
+    Some of mlx-lm's models (0.32) know only these names. Otherwise they would silently turn keys by a base of 10,000,
+    or give sliding windows to the wrong layers.
     """
     found: dict[str, Any] = {}
     parameters, kinds = config.get("rope_parameters"), config.get("layer_types")

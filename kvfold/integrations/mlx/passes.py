@@ -13,23 +13,23 @@ from kvfold.cache.mlx import ArrayLayer
 
 
 class Passes:
-    """Whether each pass of a model, and each trim, came to all layers of a prompt cache.
+    """Checks that each pass of a model, and each trim, reaches all layers of a prompt cache.
 
-    An interrupt may end a pass in a model's own code, between two layers. So it is looked for where the next begins.
+    An interrupt may end a pass in a model's own code, between two layers. So the check comes when the next pass begins.
 
     Parameters
     ----------
     name
-        What layers of the same prompt cache find each other by once they are loaded, one by one.
+        The name by which layers of the same prompt cache find each other once they are loaded, one by one.
 
     Attributes
     ----------
     broken
         Why one of the layers did not take the tokens that others took; None if all is well.
     trace
-        Whether the log has said that a trim left one.
+        Whether the log has said that a trim left a trace.
     budgets
-        What gives bits to layers that were loaded.
+        The budgets that give bits to layers that were loaded.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -49,7 +49,7 @@ class Passes:
 
     @classmethod
     def loaded(cls, name: str, layer: ArrayLayer) -> "Passes":
-        """Those of the prompt cache that `layer` is loaded with: of the same name, and without such a layer yet."""
+        """The passes of the prompt cache that `layer` is from: of the same name, and without a layer of this index."""
         passes = _LOADED.get(name)
         if passes is None or layer.index in passes._layers:
             passes = _LOADED[name] = cls(name)
@@ -65,7 +65,7 @@ class Passes:
         self._layers[layer.index] = layer
 
     def check(self) -> None:
-        """Raise ValueError if a pass failed, in a part that is known."""
+        """Raise ValueError if a pass is known to have failed."""
         if self.broken is not None:
             raise ValueError(f"this prompt cache lost tokens in an earlier pass, make a new one: {self.broken}")
 
@@ -80,7 +80,7 @@ class Passes:
 
     @contextmanager
     def one(self, layer: ArrayLayer) -> Iterator[None]:
-        """The part of a pass, or of a trim, that changes `layer`; if it fails, so has the whole."""
+        """Guard the part of a pass, or of a trim, that changes `layer`; if it fails, the whole pass has failed."""
         self.check()
         index, *last = self._last
         if layer.index <= index:  # another pass
@@ -98,7 +98,7 @@ class Passes:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Any part of a pass; if it fails, so has the whole."""
+        """Guard any part of a pass; if it fails, the whole pass has failed."""
         self.check()
         self.broken = "it was interrupted"  # until it has ended
         try:

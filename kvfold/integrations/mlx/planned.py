@@ -1,4 +1,4 @@
-"""Which caches of a model of mlx-lm may be folded ones: a pass tells, before anything of it is computed."""
+"""Which caches of a model of mlx-lm may be folded ones, by a pass that MLX plans but never computes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from kvfold.integrations.mlx.layer import FoldedKVCache
 from kvfold.integrations.mlx.passes import Passes
 
 STEPS = (2, 1)
-"""Tokens of a short prompt and of a step: models may have ways of their own for either. All are sinks: none folds."""
+"""Tokens of a short prompt and of a step, as models may treat the two differently. All are sinks, so none folds."""
 
 
 class _Tried(FoldedKVCache):
@@ -30,9 +30,9 @@ class _Tried(FoldedKVCache):
 
 
 def planned_shapes(model: Any, folding: Sequence[int]) -> dict[int, tuple[int, int, int, int]]:
-    """What the model would hand to layers of its prompt cache, if they were folded ones.
+    """Shapes of what the model would give to folded layers of its prompt cache.
 
-    MLX computes what somebody looks at, and nobody looks at these passes.
+    MLX computes arrays only when they are evaluated; those of these passes never are.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def planned_shapes(model: Any, folding: Sequence[int]) -> dict[int, tuple[int, i
     Returns
     -------
     dict
-        By index: batch, KV heads, and channels of a key and of a value. Layers that the model makes no use of are left
+        By index: batch, KV heads, and channels of a key and of a value. Layers that the model does not use are left
         out.
 
     Raises

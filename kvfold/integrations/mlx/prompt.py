@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def set_memory_limits(cache: int | None = None, memory: int | None = None, wired: int | None = None) -> None:
-    """Ceilings of MLX's own, for the whole process.
+    """Set MLX's own memory limits, for the whole process.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def set_memory_limits(cache: int | None = None, memory: int | None = None, wired
     memory
         MiB that MLX takes in all; it waits for running work, and then swaps, before it takes more.
     wired
-        MiB that stay in memory and are not swapped: Macs from macOS 15 on; mlx-lm's own choice is left out then.
+        MiB that stay in memory and are not swapped, on Macs from macOS 15 on; it replaces mlx-lm's own choice.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def mlx_answer(
     model, tokenizer
         Of mlx-lm.
     wired
-        Whether a limit of wired memory was set that is to stay.
+        Whether a limit of wired memory was set that must stay.
     progress
         Called with how many tokens of the prompt have been read, and how many are to be.
     say

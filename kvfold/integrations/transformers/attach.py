@@ -24,15 +24,15 @@ from kvfold.integrations.transformers.layer import GUARDED
 logger = logging.getLogger("kvfold")
 
 NAME = "kvfold"
-"""The attention implementation, during passes over folded caches, of models that do not support "sdpa"."""
+"""The attention implementation of models that do not support "sdpa", during passes over folded caches."""
 _ATTACHMENT = "_kvfold_attachment"
 
 
 def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     """Make `model` read folded caches folded.
 
-    A forward pass that is given a `FoldedCache` reads it as codes; layers of it that are dense, and all other passes,
-    run as before, bit for bit. `detach` undoes it.
+    A forward pass that is given a `FoldedCache` reads it as codes. Dense layers of the cache, and all other passes, run
+    as before, bit for bit. `detach` undoes it.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def detach(model: PreTrainedModel) -> None:
     if attachment is None:
         return
     for module in {id(model): model, id(attachment.decoder): attachment.decoder}.values():
-        vars(module).pop(_ATTACHMENT, None)  # where something has wrapped the guard since, it stays, and does nothing
+        vars(module).pop(_ATTACHMENT, None)  # a guard that was wrapped since stays, and does nothing
         if _is_guarded(module):
             _restore(module)
     for latent in latent_modules(attachment.decoder):
@@ -98,8 +98,8 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The part of a model that attends to the text; None if it does not tell one that runs alone."""
-    for part in (model.get_decoder(), model.base_model):  # some tell their last layer as the first
+    """The part of a model that attends to the text; None if the model names none that runs alone."""
+    for part in (model.get_decoder(), model.base_model):  # in some models get_decoder() is the last layer
         if isinstance(part, PreTrainedModel):
             return part
     return None
@@ -114,9 +114,9 @@ class Attachment:
     decoder
         The part that attends.
     backend
-        What was asked for.
+        The backend that was asked for.
     implementation
-        The attention implementation that models take, by transformers' name, so that they prepare masks for it.
+        The attention implementation during the pass, by transformers' name; models prepare masks for it.
     configs
         Configs by which the decoder's layers choose their attention.
     """
@@ -128,7 +128,7 @@ class Attachment:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let layers take `implementation`, whatever it was or has been set to since."""
+        """Let layers use `implementation`, whatever was set before or since `attach`."""
         before = [config._attn_implementation_internal for config in self.configs]
         for config in self.configs:
             config._attn_implementation_internal = self.implementation
@@ -158,9 +158,9 @@ def _replaceable(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _chooses(decoder: nn.Module) -> bool:
-    """Whether code that keeps keys in a cache looks its attention function up.
+    """Whether modules that keep keys in a cache look their attention function up.
 
-    transformers asks the whole file of a model, in which an image's attention may do so and the text's may not.
+    transformers checks the whole file of a model, where attention to images may do so, and attention to text may not.
     """
     kinds = {type(module) for module in decoder.modules() if getattr(module, "layer_idx", None) is not None}
     try:
@@ -178,7 +178,7 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 def _register() -> None:
     """Let models call `attention` by the names of `Attachment.implementation`.
 
-    "sdpa" goes on to what was there for all that is not folded, in whatever model.
+    For everything that is not folded, in any model, "sdpa" calls the function that was registered before.
     """
     if NAME in ALL_ATTENTION_FUNCTIONS:
         return
@@ -188,7 +188,7 @@ def _register() -> None:
 
 
 def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The `forward` of an attached model's class: a pass over a folded cache begins and ends there, however it ends."""
+    """A `forward` for attached models that begins each pass over a folded cache and ends it, even if it raises."""
 
     @wraps(forward)
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_its_name(forward: Callable[..., Any], cache: FoldedCache, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with a cache that has the name of another release of transformers under this one's."""
+    """Keyword arguments, with the cache renamed if it has its name of another release of transformers."""
     given = next((name for name, x in kwargs.items() if x is cache), None)
     name = cache_name(forward)
     names = ("cache", "past_key_values")
@@ -239,7 +239,7 @@ def _restore(module: nn.Module) -> None:
     forward = vars(module).pop(GUARDED)
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
         del vars(module)["forward"]
-    else:  # it was the module's own, such as accelerate gives it
+    else:  # the module had one of its own, such as accelerate sets
         module.forward = forward
 
 

@@ -18,7 +18,7 @@ _HARMLESS = {
     *TransformersKwargs.__annotations__, "dropout", "sliding_window", "position_embeddings", "cache_position",
     "use_cache", "position_bias", "scaling", "softcap", "s_aux",
 }  # fmt: skip
-"""Keywords that folded attention goes by, or may pass by."""
+"""Keywords that folded attention uses, or may ignore."""
 
 
 def attention(
@@ -40,9 +40,9 @@ def attention(
     module, query, key, value, attention_mask
         As transformers gives them.
     own
-        The function that this one stands in front of; None for models that transformers has none for but "eager".
+        The attention function that this one wraps; None for models for which transformers has only "eager".
     kwargs
-        What else that function is given. Folded attention goes by `scaling`, `softcap` (a bound of scores) and `s_aux`
+        Other arguments of that function. Folded attention uses `scaling`, `softcap` (a bound of scores) and `s_aux`
         (logits of attention sinks).
 
     Raises
@@ -67,7 +67,7 @@ def attention(
         keys, values = awaited
         tensors = (None if x is None else x.detach() for x in (query, keys.new, values.new, attention_mask))
         sink_logits = None if s_aux is None else s_aux.detach()
-        assert keys.cache.number is not None  # `begin_pass` has seen to it
+        assert keys.cache.number is not None  # set by `begin_pass`
         backend = keys.cache.forward_pass.backend
         return append_and_attend(
             keys.cache.number, keys.layer, *tensors, scaling, softcap, sink_logits, backend
@@ -87,12 +87,12 @@ def attention(
 def _check(
     module: nn.Module, query: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], swallows: bool
 ) -> None:
-    """Raise if folded attention would give another answer than the function that it stands in front of.
+    """Raise if folded attention would give another answer than the function that it replaces.
 
     Parameters
     ----------
     swallows
-        Whether that function passes by keywords that it does not know, as "sdpa" does: models that choose it know.
+        Whether that function ignores keywords that it does not know, as "sdpa" does; models that choose it expect that.
     """
     if module.training:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvfold.attention import attend
-from kvfold.cache.budgets import PromptBudgets
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.config import layer_configs
-from kvfold.cache.files.contents import FLOATS, Contents, read, write
+from kvfold.cache.files.contents import FLOATS, read, write
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, held_bytes
@@ -35,14 +33,11 @@ from kvfold.integrations.transformers.rope import rope_of
 from kvfold.integrations.transformers.saving import (
     KIND,
     VERSION,
-    batch_and_tokens,
-    config_from_saved,
-    config_to_saved,
+    cache_from_saved,
+    cache_to_saved,
     held_by_layer,
-    layer_from_saved,
-    layer_to_saved,
 )
-from kvfold.integrations.transformers.shapes import cache_layers, layer_shapes
+from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
 from kvfold.integrations.transformers.undo import change_all, undo_of_change
 from kvfold.kernels.graphs import outside_graphs
 
@@ -72,12 +67,13 @@ class FoldedCache(Cache):  # type: ignore[misc]
         dtype of the tokens that stay dense. None: the model's if it has 16 bits, else float16.
     calibration
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
-        fitted, such as "kvfold-4". None: they go by the first 256 tokens of each sequence, which stay dense until
-        then. Those also give layers bits of their own, as does a calibration with losses (`kvfold.measure_losses`):
-        with "kvfold-3" each layer's keys, and its values, have 2, 3 or 4, and 3 on average. Sequences of one length in
-        a batch share bits; a policy with `budgets=False` leaves all layers with as many.
+        fitted, such as "kvfold-4". None: statistics come from the first 256 tokens of each sequence, which stay dense
+        until then. They also choose the bits of each layer, as does a calibration with losses
+        (`kvfold.measure_losses`): with "kvfold-3" each layer's keys, and its values, have 2, 3 or 4 bits, and 3 on
+        average. Sequences of one length in a batch share bits; a policy with `budgets=False` gives all layers equal
+        bits.
     sharpen
-        Whether attention scales scores against what tbq and tbqp codes of keys do to them (head_dim 64 and 256).
+        Whether attention scales scores to offset the effect of tbq and tbqp codes of keys (head_dim 64 and 256).
     eviction
         Which tokens folded layers forget, and when (`kvfold.TriAttention`, …); for an attached model. None: none.
 
@@ -127,12 +123,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.origin = Origin()
         self.ids: Tensor | None = None
         layers = cache_layers(config)
-        self._shapes = layer_shapes(config, layers)
+        self.shapes = layer_shapes(config, layers)
         configs = layer_configs(
-            self._shapes, policy, calibration, dense_dtype=dense_dtype, sharpen=sharpen, frequencies=self._frequencies
+            self.shapes, policy, calibration, dense_dtype=dense_dtype, sharpen=sharpen, frequencies=self._frequencies
         )
         for i, own in configs.items():
-            shape, folded = self._shapes[i], LayerCache(own)
+            shape, folded = self.shapes[i], LayerCache(own)
             if shape.kind == "latent":
                 layers[i] = LatentLayer(folded, self.forward_pass, rank=shape.key_dim, rope=shape.value_dim)
             else:
@@ -149,7 +145,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         if eviction is not None:
             self._evict_by(eviction)
-        self.passes = Passes(self.layers, self._shapes, self.forward_pass)
+        self.passes = Passes(self.layers, self.shapes, self.forward_pass)
         self._columns = 0  # of all folded layers, when the pass began
         self.number: Tensor | None = None
         self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
@@ -162,7 +158,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         ValueError
             If they are not known.
         """
-        shape = self._shapes[index]
+        shape = self.shapes[index]
         rope = rope_of(self.text_config, shape.key_dim) if shape.kind == "full" else None
         if rope is None:
             raise ValueError(
@@ -211,7 +207,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             layer = self.layers[layer_idx]
             if isinstance(layer, FoldedLayer):
                 if not layer.folded.columns:
-                    self._check_shape(key_states, layer_idx)
+                    check_shape(key_states, self.shapes[layer_idx], layer_idx, self.text_config)
                 return layer.update(key_states, value_states, *args, **kwargs)
             read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             if isinstance(layer, DynamicSlidingWindowLayer):
@@ -255,8 +251,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
         **options: Any,
     ) -> Tensor:  # fmt: skip
-        """`update` and `kvfold.attention.attend`, whose options these are, as a compiled graph calls them."""
-        appended = appended_of(*FoldedCache.update(self, key_states, value_states, layer_idx))  # not a subclass's again
+        """`update`, then `kvfold.attention.attend` with `options`, as a compiled graph calls them."""
+        appended = appended_of(*FoldedCache.update(self, key_states, value_states, layer_idx))  # a subclass's has run
         assert appended is not None
         mask = where_allowed(mask)
         return attend(query, appended, mask=mask, **options).transpose(1, 2).contiguous()
@@ -272,9 +268,9 @@ class FoldedCache(Cache):  # type: ignore[misc]
         model, decoder
             What runs, and the part of it that attends.
         backend
-            What is to read folded layers; None for the fastest.
+            The backend that reads folded layers; None for the fastest.
         attention_mask
-            What the model was given as such.
+            The mask that the model was given.
 
         Raises
         ------
@@ -300,7 +296,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.take_padding(attention_mask)
 
     def take_padding(self, attention_mask: object) -> None:
-        """`set_padding`, if that is a mask of columns and somebody waits for it."""
+        """`set_padding`, if that is a mask of columns and some row awaits its first token."""
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and self.awaits_rows:
             self.set_padding(attention_mask)
 
@@ -323,11 +319,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 "the model was given this cache and did not use it: give it under the name of forward's argument, "
                 "cache (past_key_values before transformers 5.24)"
             )
-        if begun and not broken and self.evictor is not None:  # what goes now is not to be rolled back
+        if begun and not broken and self.evictor is not None:  # after the pass, as evicted tokens cannot be rolled back
             self.evictor.after(self._folded())
 
     def _wait_no_longer(self) -> None:
-        """Let formats go by the keys alone whose layers were not attended to by folded attention."""
+        """Fit formats to keys alone in layers whose queries folded attention did not see."""
         waited = False
         for appended in self.forward_pass.unread:
             waited |= appended.awaits_queries
@@ -400,7 +396,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             for layer, length in zip(folded, keep, strict=True):
                 layer.crop_to(length)
         except BaseException:
-            if decided:  # to crop once more to the same length changes nothing
+            if decided:  # cropping again to the same length changes nothing
                 for layer, length in zip(folded, keep, strict=True):
                     layer.crop_to(length)
             else:
@@ -451,7 +447,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         return max([*dense, *(layer.batch for layer in self._folded())], default=0)
 
     def _rows_of(self, indices: Tensor, name: str, least: int) -> Tensor:
-        """Numbers of rows, from 0 on, that somebody selects."""
+        """Selected rows, as numbers from 0 on."""
         self.passes.end_unended("rearranged")
         indices, batch = torch.as_tensor(indices), self._batch()
         if indices.dtype == torch.bool and tuple(indices.shape) == (batch,):
@@ -465,7 +461,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     @property
     def folds(self) -> bool:
-        """Whether any layer does."""
+        """Whether any layer folds."""
         return any(isinstance(layer, FoldedLayer) for layer in self.layers)
 
     @property
@@ -493,17 +489,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
         first = torch.where(present.any(-1), present.int().argmax(-1), present.shape[-1])
         self.forward_pass.padding = first.tolist() if bool(first.any()) else None
 
-    def _check_shape(self, key: Tensor, layer_idx: int) -> None:
-        shape = self._shapes[layer_idx]
-        if shape.kind != "full" or not shape.is_told or key.ndim != 4:
-            return
-        if (key.shape[1], key.shape[3]) != (shape.kv_heads, shape.key_dim):
-            raise ValueError(
-                f"layer {layer_idx}: keys have {key.shape[1]} heads of {key.shape[3]}, but this cache was made for a "
-                f"{self.text_config.model_type} config with {shape.kv_heads} heads of {shape.key_dim}: "
-                "make one with FoldedCache(model.config)"
-            )
-
     def reset(self) -> None:
         """Forget every token."""
         self.passes.end_unended("reset")
@@ -528,7 +513,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def save(self, path: str | os.PathLike[str], *, ids: Tensor | None = None) -> None:
         """Write this cache into one safetensors file, whole or not at all.
 
-        The file tells formats, the model's config and, if an attached model filled the cache and still exists, a
+        The file records formats, the model's config and, if an attached model filled the cache and still exists, a
         fingerprint of its weights.
 
         Parameters
@@ -536,8 +521,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         path
             The file; one that is there is replaced once the new one is complete.
         ids
-            The token ids that the cache holds, (batch, tokens) or (tokens,), for whoever continues them: `load` gives
-            them back as `ids`.
+            The token ids that the cache holds, (batch, tokens) or (tokens,), for continuing the text: `load` gives them
+            back as `ids`.
 
         Raises
         ------
@@ -548,23 +533,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             If the file cannot be written.
         """
         self.passes.check_between("saved")
-        held = batch_and_tokens(self.layers, self.text_config)
-        saved = Contents({"config": config_to_saved(self.text_config), "layers": len(self.layers)})
-        saved.data["padding"] = None if self.forward_pass.padding is None else list(self.forward_pass.padding)
-        saved.data["model"] = self.origin.fingerprint() if held else None
-        saved.data["ids"] = ids is not None
-        if ids is not None:
-            ids = ids[None] if ids.ndim == 1 else ids
-            rows, tokens = held or (ids.shape[0], 0)
-            if ids.is_floating_point() or tuple(ids.shape) != (rows, tokens):
-                raise ValueError(
-                    f"ids are {ids.dtype} of the shape {tuple(ids.shape)}: give those of the {tokens} tokens that the "
-                    f"cache holds, ({rows}, {tokens}) integers; generate's last token is not among them"
-                )
-            saved.tensors["ids"] = ids.long()
-        for i, layer in enumerate(self.layers):
-            saved.put(f"layer{i}", layer_to_saved(layer, i))
-        write(path, KIND, VERSION, saved)
+        write(path, KIND, VERSION, cache_to_saved(self, ids))
 
     @classmethod
     def load(
@@ -594,55 +563,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
         """
         saved = read(path, KIND, VERSION)
         try:
-            cache = cls._from_saved(saved, config)
+            cache: FoldedCache = cache_from_saved(saved, cls, config)
         except ValueError as error:
             raise ValueError(f"path = {str(path)!r}: {error}") from None
         if eviction is not None:
             cache._evict_by(eviction)
         return cache
-
-    @classmethod
-    def _from_saved(cls, saved: Contents, config: PreTrainedConfig | None) -> "FoldedCache":
-        own = config_from_saved(saved.take("config", dict), config)
-        parts = [saved.part(f"layer{i}") for i in range(saved.number("layers"))]
-        formats = [(i, part.data.get("format", "dense")) for i, part in enumerate(parts)]
-        if any(not isinstance(format, str) for _, format in formats):
-            raise ValueError("a layer's format is no name")
-        policy = Policy(DEFAULT, exceptions=formats)
-        try:
-            cache = cls(own, policy=policy)
-        except Exception as error:
-            if config is not None or isinstance(error, ValueError):
-                raise
-            raise ValueError(f"the saved config makes no cache ({error}): give config=model.config") from None
-        if len(cache.layers) != len(parts):
-            raise ValueError(f"the file has {len(parts)} layers, a cache of its config {len(cache.layers)}")
-        for i, (layer, part) in enumerate(zip(cache.layers, parts, strict=True)):
-            layer_from_saved(layer, part, i)
-            if isinstance(layer, FoldedLayer) and layer.folded.shape is not None:
-                batch, kv_heads, key_dim, _ = layer.folded.shape
-                cache._check_shape(torch.empty(batch, kv_heads, 0, key_dim), i)
-            elif cache._shapes[i].folds and layer.is_initialized:
-                cache._check_shape(layer.keys, i)
-        cache._share_budgets()
-        held = batch_and_tokens(cache.layers, cache.text_config)
-        if not saved.lacks("padding"):
-            cache.forward_pass.padding = saved.numbers("padding")
-        if not saved.lacks("model"):
-            model = saved.part("model")
-            cache.origin = Origin({name: model.take(name, str) for name in ("weights", "dtype")})
-            model.done()
-        if saved.take("ids", bool):
-            cache.ids = saved.tensor("ids", [torch.int64], held or (None, 0))
-        saved.done()
-        return cache
-
-    def _share_budgets(self) -> None:
-        """Let those layers from a file that get bits by the prompt do so together."""
-        own = [layer for layer in self._folded() if layer.config.budgets is not None]
-        budgets = PromptBudgets({layer.index: layer.config.format for layer in own})
-        for layer in own:
-            layer.config = replace(layer.config, budgets=budgets)
 
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
@@ -676,14 +602,14 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
 
 def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tensor], new: int) -> tuple[Tensor, Tensor]:
-    """What `new` tokens read of a sliding window, which lets go of the prompt that its tokens are a view of."""
-    if layer.record_past:  # before 5.18 all that is kept for drafts comes
+    """What `new` tokens read of a sliding window. A window that is a view of a prompt is copied, to free the prompt."""
+    if layer.record_past:  # before 5.18 this is all that is kept for drafts
         masked = layer.sliding_window - 1 + new
         return read[0][:, :, -masked:], read[1][:, :, -masked:]
     for name in ("keys", "values"):
         held = getattr(layer, name)
         spare = held.untyped_storage().nbytes() - held.nbytes
-        if spare > held.nbytes // held.shape[2]:  # a step leaves one token too many
+        if spare > held.nbytes // held.shape[2]:  # one spare token is what a step leaves
             setattr(layer, name, held.clone())
     return read
 

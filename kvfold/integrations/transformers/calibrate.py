@@ -19,12 +19,13 @@ from kvfold.integrations.transformers.evicting import model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 See = Callable[[int, Tensor, Tensor, int], None]
-"""What is shown: a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned,
-and the column of the first."""
+"""Called with a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned, and
+the column of the first.
+"""
 
 
 class ObservedLayer(LayerCache):
-    """A layer that folds nothing away (float16) and shows its queries and keys."""
+    """A layer that keeps float16 numbers and passes its queries and keys to `see`."""
 
     def __init__(self, index: int, see: See) -> None:
         super().__init__(LayerConfig("float16", index))
@@ -63,7 +64,7 @@ def calibrate(
     chunk
         Tokens of one forward pass, at least 128. Keys count by whole pages of a chunk.
     about
-        What to write beside them.
+        What to write beside the statistics.
     progress
         Called with numbers of tokens read.
 
@@ -85,7 +86,7 @@ def calibrate(
         seen.setdefault(layer, Observed()).add(query, key, begins=first == 0)
 
     _read(model, passages, see, chunk, progress)
-    # Through some layers nobody attends.
+    # Some layers are never attended to.
     layers = {index: observed.statistics() for index, observed in seen.items() if observed.enough}
     tokens = sum(ids.shape[1] for ids in passages)
     kind = model.config.get_text_config(decoder=True).model_type
@@ -106,9 +107,10 @@ def measure_queries(
     chunk: int = 512,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> QueryStatistics:
-    """What a model's queries are like before RoPE, for `TriAttention`.
+    """Statistics of a model's queries before RoPE, for `TriAttention`.
 
-    The queries are those that attention gets, with all that the model does to them (Qwen3's q_norm, …), turned back.
+    The queries are those that attention gets, after all that the model does to them (Qwen3's q_norm, …), with RoPE
+    turned back.
 
     Parameters
     ----------
@@ -125,7 +127,7 @@ def measure_queries(
     ------
     ValueError
         If there is no passage, the model cannot be attached, no layer of it folds, or it turns queries in a way that
-        is not told simply.
+        `rope_of` cannot describe.
     """
     whole("chunk", chunk, least=1, what="tokens")
     check_passages(passages)
@@ -191,7 +193,7 @@ def check_passages(passages: Sequence[Tensor]) -> None:
 def _read(
     model: PreTrainedModel, passages: Sequence[Tensor], see: See, chunk: int, progress: Callable[[int], None]
 ) -> None:
-    """Let a model read passages, and see what its folded layers see."""
+    """Let a model read passages; its folded layers call `see`."""
     for ids in passages:
         cache = _observed(model, see)
         for start in range(0, ids.shape[1], chunk):
@@ -201,9 +203,9 @@ def _read(
 
 
 def _observed(model: PreTrainedModel, see: See) -> FoldedCache:
-    """A cache that shows what its folded layers see; the model is attached."""
+    """A cache whose folded layers call `see`; the model is attached."""
     cache = FoldedCache(model.config, "float16")
-    cache_argument(model, cache)  # a model that takes none says so
+    cache_argument(model, cache)  # raises if the model takes no cache
     if not attach(model):
         raise ValueError(
             f"{type(model).__name__} has its own attention code, so nobody sees its queries: it cannot be calibrated"

@@ -34,5 +34,5 @@ def cache_name(forward: Callable[..., Any]) -> str | None:
     known = next((name for name in ("cache", "past_key_values") if name in parameters), None)
     passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     if known is None and passes_on and not forward.__module__.startswith("transformers."):
-        return "past_key_values"  # what wraps a model's forward
+        return "past_key_values"  # a wrapper of a model's forward
     return known

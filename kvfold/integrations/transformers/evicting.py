@@ -13,7 +13,7 @@ from kvfold.integrations.transformers.shapes import layer_configs
 
 
 def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> Eviction:
-    """The policy as this model needs it.
+    """The policy, completed for this model.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def model_rope(config: PreTrainedConfig) -> Rope:
     Raises
     ------
     ValueError
-        If they are not told simply: then there are no statistics of queries before RoPE.
+        If no one set of frequencies turns all its keys: then there are no statistics of queries before RoPE.
     """
     dims = {getattr(own, "head_dim", None) for own in layer_configs(config, config.num_hidden_layers)}
     if len(dims) > 1:

@@ -11,11 +11,11 @@ from kvfold.cache.layer import LayerCache
 
 
 class FoldedHandle(Tensor):
-    """Stands for keys or values that are folded: it has their shape, and no elements.
+    """A stand-in for folded keys or values: it has their shape, but no elements.
 
-    transformers passes what `Cache.update` returns straight to the attention function, which takes
-    `appended` from it, and the `backend` that is to read it. If a model's own code computes with it first, it is
-    unfolded there and then: the answer is right, and `warn` is told.
+    transformers passes the result of `Cache.update` straight to the attention function, which takes `appended` from it,
+    and the `backend` that is to read it. If a model's own code computes with it first, it is unfolded at that point:
+    the answer is right, and `warn` is called.
     """
 
     appended: Appended

@@ -54,7 +54,7 @@ def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def expand_unless_folded(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """`module.expand_kv`, but what is folded goes on to the attention function as it is."""
+    """`module.expand_kv`, but folded handles go on to the attention function as they are."""
     if appended_of(kv_nope, k_rot) is not None:
         return kv_nope, k_rot
     expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, kv_nope, k_rot)
@@ -77,7 +77,7 @@ def from_latent(module: Any, out: Tensor) -> Tensor:
 def _weights(module: Any, like: Tensor) -> Tensor:
     """W_k and W_v of each head: (heads, nope + v, rank).
 
-    A plain linear layer's weight is read. What wraps it (LoRA, weights that are quantised or lie elsewhere) is called,
+    The weight of a plain linear layer is read. A wrapped one (LoRA, weights that are quantised or offloaded) is called
     with each unit vector, on the device and in the dtype of `like`.
     """
     up = module.kv_b_proj
@@ -90,6 +90,6 @@ def _weights(module: Any, like: Tensor) -> Tensor:
 
 
 def _is_wrapped(linear: nn.Linear) -> bool:
-    """Whether calling a linear layer does something else than its weight says."""
+    """Whether calling a linear layer may give something else than the product with its weight."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
     return bool(hooked) or linear.weight.is_meta or hasattr(linear, "parametrizations")

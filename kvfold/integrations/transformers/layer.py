@@ -23,18 +23,18 @@ GUARDED = "_kvfold_forward"
 
 @dataclass
 class ForwardPass:
-    """What the layers of a cache must know of the forward pass under way.
+    """What the layers of a cache must know of the current forward pass.
 
     Attributes
     ----------
     reads_folded
         Whether an attached model runs, whose attention takes handles.
     backend
-        What is to read them; None for the fastest.
+        The backend that reads them; None for the fastest.
     unread
-        What folded layers have appended whose queries they wait for.
+        What folded layers have appended and still await queries of.
     padding
-        Padding columns at the left of each row; None if there are none or nobody said.
+        Padding columns at the left of each row; None if there are none, or they are not known.
     warned
         What has been logged, so that it is logged once.
     awaited
@@ -80,18 +80,18 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.forward_pass = forward_pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: `is_initialized` would promise dense `keys` and `values` to whoever looks at them."""
+        """Do nothing: `is_initialized` would promise that there are dense `keys` and `values`."""
 
     @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append tokens; return handles for folded attention, or else dense keys and values.
 
-        Dense ones are made of the unfolded past and this call's own tokens as they are.
+        Dense ones are the unfolded past, followed by this call's own tokens unchanged.
         """
         key, value = self.as_stored(key_states, value_states)
         if self.forward_pass.reads_folded:
             appended = self.folded.append(key, value, self.forward_pass.padding)
-            if appended.awaits_queries:  # what others no longer wait for would hold a prompt's dense tokens
+            if appended.awaits_queries:  # the others would keep a prompt's dense tokens alive
                 self.forward_pass.unread = [new for new in self.forward_pass.unread if new.awaits_queries] + [appended]
             how = self.forward_pass.warn_once, self.forward_pass.backend
             return FoldedHandle(appended, key_states, 0, *how), FoldedHandle(appended, value_states, 1, *how)
@@ -117,7 +117,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.cat((past[0], key_states), dim=2), torch.cat((past[1], value_states), dim=2)
 
     def as_stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values to fold, of what the model gives."""
+        """The keys and values to fold, made from what the model gives."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:

@@ -21,11 +21,11 @@ from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 TAIL = 128
-"""The last tokens of a passage, which read what came before folded; their predictions count."""
+"""How many last tokens of a passage read the tokens before them folded; their predictions count."""
 FEWEST = 4 * TAIL
 """Tokens of the shortest passage that counts."""
 WINDOW = get_format("kvfold-4", 64).window
-"""What kvfold's formats leave dense. Values in float16 and 2 bits would fold with their token, the newest too."""
+"""What kvfold's formats leave dense. Without it, values in float16 or 2 bits would fold at once, even the newest."""
 
 
 @torch.no_grad()
@@ -38,8 +38,8 @@ def measure_losses(
 ) -> Calibration:
     """A calibration with losses: KL(dense ‖ folded) with one layer's keys, or values, in 2 bits and all else dense.
 
-    By them `FoldedCache` gives each layer's keys and values bits of their own, with the mean that the format names.
-    Costs two short forward passes a layer and passage: 60 · 128 tokens for each of SmolLM2's.
+    From the losses `FoldedCache` chooses the bits of each layer's keys and values, with the mean that the format names.
+    Measuring takes two short forward passes a layer and passage: 60 · 128 tokens for each passage with SmolLM2.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def measure_losses(
     passages = [ids for ids in passages if ids.shape[1] >= FEWEST]
     if not passages:
         raise ValueError(f"passages: give at least one of {FEWEST} tokens or more to measure losses on")
-    cache_argument(model, None)  # a model that takes none says so
+    cache_argument(model, None)  # raises if the model takes no cache
     if not attach(model):
         raise ValueError(f"{type(model).__name__} has its own attention code, which reads no folded cache")
     statistics = replace(calibration, losses={})
@@ -82,7 +82,7 @@ def measure_losses(
             for i, other in enumerate(dense.layers):
                 if i != layer:
                     cache.layers[i] = deepcopy(other)
-            cache.forward_pass.reads_folded = True  # nobody needs it unfolded
+            cache.forward_pass.reads_folded = True  # nothing needs it unfolded
             cache.update(held.keys, held.values, layer)
             cache.end_pass(broken=False)
             log_q = _log_p(model, tail, cache)

@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def where_allowed(mask: Tensor | None) -> Tensor | None:
-    """A mask that is added to scores as one of bool, if it only says which keys a query reads.
+    """A mask that is added to scores, as a boolean one if it only says which keys a query reads.
 
-    Such are those of "eager" attention: 0 where a key is read, and the lowest number of the dtype, or less, elsewhere.
-    All layers get the same mask, which is looked at once, and again if somebody has written to it.
+    Masks of "eager" attention do: they are 0 where a key is read, and the lowest number of the dtype, or less,
+    elsewhere. All layers get the same mask, so it is checked once, and again only after it was written to.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask
-    version = None if mask.is_inference() else mask._version  # of such tensors nobody counts what is written
+    version = None if mask.is_inference() else mask._version  # inference tensors do not count writes
     known: tuple[int, Tensor | None] | None = getattr(mask, "kvfold_allowed", None)
     if known is not None and known[0] == version:
         return known[1]

@@ -1,4 +1,4 @@
-"""Appending to a folded layer and reading it, as one operator: graphs can hold that, and no cache that grows."""
+"""One operator that appends to a folded layer and reads it: graphs can hold that, but no cache that grows."""
 
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from kvfold.integrations.transformers.layer import ForwardPass
 
 
 class NumberedCache(Protocol):
-    """A cache that graphs know by a number: what the operator asks of `FoldedCache`."""
+    """A cache that graphs know by a number: the part of `FoldedCache` that the operator uses."""
 
     forward_pass: ForwardPass
     layers: list[Any]
@@ -29,15 +29,15 @@ _CACHES: WeakValueDictionary[int, NumberedCache] = WeakValueDictionary()
 
 
 def number_of(cache: NumberedCache) -> Tensor:
-    """A new number for a cache, int64 (1,), by which graphs name it: in a tensor it is no constant of theirs."""
+    """A new number for a cache, int64 (1,), by which graphs name it: as a tensor it is no constant of a graph."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
-    with torch.inference_mode(mode=False):  # where the cache is made says nothing of where it is read
+    with torch.inference_mode(mode=False):  # the cache may be read outside the mode that it is made in
         return torch.tensor([number], device="cpu")
 
 
 class Awaited(NamedTuple):
-    """On what stands in a graph for keys (`part` 0) or values (1) of a layer: the new ones, which attention appends."""
+    """Carried by stand-ins for a layer's keys (`part` 0) or values (1): the new ones, which attention appends."""
 
     cache: NumberedCache
     layer: int
@@ -46,9 +46,9 @@ class Awaited(NamedTuple):
 
 
 def await_attention(cache: NumberedCache, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands in a graph for all keys and values of a layer, of which `key` and `value` are the new ones.
+    """Stand-ins in a graph for all keys and values of a layer, of which `key` and `value` are the new ones.
 
-    Both have their shape and no elements (they are on "meta"), so whoever computes with them fails. Attention must take
+    Both have the shape of all and no elements (they are on "meta"), so computing with them fails. Attention must take
     these very tensors, once; until then `cache.forward_pass.awaited` is their layer.
     """
     if cache.forward_pass.awaited is not None:
@@ -64,7 +64,7 @@ def await_attention(cache: NumberedCache, layer: int, key: Tensor, value: Tensor
 
 
 def take_awaited(query: Tensor, key: Tensor, value: Tensor) -> tuple[Awaited, Awaited] | None:
-    """What keys and values stand for that come to attention with a query; None if they stand for nothing."""
+    """What keys and values in a call of attention stand for; None if they are no stand-ins."""
     one, other = getattr(key, "kvfold", None), getattr(value, "kvfold", None)
     if one is None and other is None and query.device == key.device == value.device:
         return None
@@ -77,7 +77,7 @@ def take_awaited(query: Tensor, key: Tensor, value: Tensor) -> tuple[Awaited, Aw
 
 
 def not_taken(layer: int | None) -> RuntimeError:
-    """What to raise if a layer's keys and values did not come to attention as they were, once."""
+    """The error to raise unless a layer's stand-ins reached attention unchanged, exactly once."""
     return RuntimeError(
         f"layer {'unknown' if layer is None else layer}: this model does something else with cached keys or values "
         "than to attend to them once, which a compiled graph over a folded cache cannot do: leave graphs for this "
@@ -100,7 +100,7 @@ def append_and_attend(
 ) -> Tensor:
     """Append new tokens to a layer of the cache with that number, then `kvfold.attention.attend`.
 
-    No gradients flow through it. The first tensor tells that it runs on a CPU, which keeps it out of CUDA graphs.
+    No gradients flow through it. Its first tensor is on a CPU, which keeps it out of CUDA graphs.
 
     Parameters
     ----------

@@ -11,13 +11,13 @@ from torch import nn
 logger = logging.getLogger("kvfold")
 
 SAMPLE = 64
-"""At most so many elements of each parameter go into a fingerprint."""
+"""How many elements of each parameter go into a fingerprint, at most."""
 
 
 def fingerprint(model: nn.Module) -> dict[str, str] | None:
-    """What tells a model's weights from others: a SHA-256 of a few elements of each parameter, and their dtype.
+    """A fingerprint of a model's weights: a SHA-256 of a few elements of each parameter, and their dtype.
 
-    The same weights in another dtype are other weights: they make other keys and values. None if weights lie elsewhere.
+    The same weights in another dtype are other weights: they make other keys and values. None if weights are offloaded.
     """
     digest = hashlib.sha256()
     dtype = None
@@ -33,16 +33,16 @@ def fingerprint(model: nn.Module) -> dict[str, str] | None:
 
 
 class Origin:
-    """The model that filled a cache: itself, held weakly, or by the fingerprint that a file tells.
+    """The model that filled a cache: a weak reference, or the fingerprint from a file.
 
     Parameters
     ----------
-    told
+    saved
         A fingerprint that the next model must have; None if any will do.
     """
 
-    def __init__(self, told: dict[str, str] | None = None) -> None:
-        self.told = told
+    def __init__(self, saved: dict[str, str] | None = None) -> None:
+        self.saved = saved
         self._model: weakref.ref[nn.Module] | None = None
 
     def is_model(self, model: nn.Module) -> bool:
@@ -55,32 +55,33 @@ class Origin:
         Raises
         ------
         ValueError
-            If its fingerprint is not the one that was told.
+            If its fingerprint is not the saved one.
         """
-        own = None if self.told is None else fingerprint(model)
-        if self.told is not None and own is None:
+        own = None if self.saved is None else fingerprint(model)
+        if self.saved is not None and own is None:
             logger.warning("weights are offloaded: nobody can tell whether this model filled the loaded cache")
-        elif self.told != own and self.told is not None and own is not None:
-            if self.told["dtype"] != own["dtype"]:
+        elif self.saved != own and self.saved is not None and own is not None:
+            if self.saved["dtype"] != own["dtype"]:
                 raise ValueError(
-                    f"this cache was saved by a model with {self.told['dtype']} weights, this one's are "
-                    f"{own['dtype']}: load the model with dtype=torch.{self.told['dtype']}, or fill a new cache"
+                    f"this cache was saved by a model with {self.saved['dtype']} weights, this one's are "
+                    f"{own['dtype']}: load the model with dtype=torch.{self.saved['dtype']}, or fill a new cache"
                 )
             raise ValueError(
-                f"this cache was saved by another model: its weights had the fingerprint {self.told['weights'][:12]}…, "
-                f"this one's have {own['weights'][:12]}…: load the model that filled it, or fill a new cache"
+                "this cache was saved by another model: its weights had the fingerprint "
+                f"{self.saved['weights'][:12]}…, this one's have {own['weights'][:12]}…: load the model that filled "
+                "it, or fill a new cache"
             )
         self._model = weakref.ref(model)
 
     def fingerprint(self) -> dict[str, str] | None:
         """The model's fingerprint; None if it was never seen, or is gone."""
         model = None if self._model is None else self._model()
-        return self.told if model is None else fingerprint(model)
+        return self.saved if model is None else fingerprint(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
-        copy = Origin(self.told)
+        copy = Origin(self.saved)
         copy._model = self._model
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"told": self.fingerprint(), "_model": None}  # another process has another model
+        return {"saved": self.fingerprint(), "_model": None}  # another process has another model

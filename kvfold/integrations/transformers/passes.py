@@ -1,4 +1,4 @@
-"""Forward passes over a cache: what begins and ends one, and what takes one back that broke."""
+"""Forward passes over a cache: how one begins and ends, and how a broken one is rolled back."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +17,15 @@ from kvfold.kernels.graphs import outside_graphs
 class Passes:
     """Keeps all layers of a cache at the same tokens.
 
-    An attached model tells when a pass begins and ends. Of another model only touches of layers are seen, and the call
-    that they come from (`WatchedPass`).
+    An attached model tells when a pass begins and ends. For other models, passes are inferred from touches of layers
+    and the calls that they come from (`WatchedPass`).
 
     Parameters
     ----------
     layers, shapes
         Of the cache.
     under_way
-        What layers know of a pass.
+        What layers know of the current pass.
     """
 
     def __init__(self, layers: list[Any], shapes: Sequence[LayerShape], under_way: ForwardPass) -> None:
@@ -34,7 +34,7 @@ class Passes:
         self._watched = WatchedPass()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What undoes a pass is bound to the layers of this cache.
+        # Functions that undo a pass are bound to the layers of this cache.
         return {**vars(self), "_before": None, "_watched": WatchedPass()}
 
     @property
@@ -49,7 +49,7 @@ class Passes:
         self._before = [undo_of_growth(layer) for layer in self._layers]
 
     def end(self) -> None:
-        """Keep what came."""
+        """Keep the pass's tokens."""
         self._before = None
 
     def roll_back(self) -> None:
@@ -60,7 +60,7 @@ class Passes:
 
     @contextmanager
     def touching(self, layer: int, what: object) -> Iterator[None]:
-        """While a layer takes a pass's tokens: if that fails, all layers forget the pass."""
+        """Guard a layer that takes a pass's tokens: if it fails, all layers forget the pass."""
         self._watch(layer, what)
         try:
             yield
@@ -77,7 +77,7 @@ class Passes:
 
     @outside_graphs
     def _watch(self, layer: int, what: object) -> None:
-        """See whether a pass of a model that is not attached begins with what it does to a layer."""
+        """Begin a pass of a model that is not attached, if this touch of a layer begins one."""
         if self._under_way.reads_folded:
             return
         if self._before is None or not self._watched.goes_on(layer, what):
@@ -88,7 +88,7 @@ class Passes:
     def _last_touched(self) -> int | None:
         """The last layer that each forward pass touches; None if there is none.
 
-        Some models leave layers of linear attention alone: they count once they hold something.
+        Some models never touch layers of linear attention, so these count once they hold something.
         """
 
         def is_touched(index: int, layer: Any) -> bool:
@@ -99,12 +99,12 @@ class Passes:
         return max((i for i, layer in enumerate(self._layers) if is_touched(i, layer)), default=None)
 
     def forget_unended(self) -> None:
-        """Take back a pass of a model that is not attached, if it has not ended: nobody tells when it does.
+        """Roll back a pass of a model that is not attached, if it never ended: nothing announces its end.
 
         Raises
         ------
         RuntimeError
-            If it had not: the model has asked already how long this cache is.
+            If it had not ended: the model has read this cache's length already.
         """
         if self.is_under_way:
             self.roll_back()
@@ -115,7 +115,7 @@ class Passes:
         self._before = None
 
     def check_between(self, done: str) -> None:
-        """Raise ValueError if a pass is under way, or was interrupted: nothing is to be `done` then."""
+        """Raise ValueError if a pass is under way, or was interrupted; `done` says in the message what must wait."""
         if self.is_under_way:
             raise ValueError(
                 "a forward pass over this cache is under way, or was interrupted: a cache is "
@@ -123,7 +123,7 @@ class Passes:
             )
 
     def end_unended(self, done: str) -> None:
-        """Take back a pass that was interrupted, so that layers change together.
+        """Roll back a pass that was interrupted, so that layers change together.
 
         Raises
         ------

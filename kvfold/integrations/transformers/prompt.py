@@ -63,7 +63,7 @@ def read_prompt(
     chunk: int = 512,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Fill `cache`, which may hold the first of them already, with all of `ids` (1, T) but the last token, in chunks.
+    """Fill `cache` in chunks with all of `ids` (1, T) but the last token; it may hold the first ones already.
 
     `progress` is called with the number of tokens read after each chunk.
     """
@@ -108,7 +108,7 @@ def _refuse_no_numbers(ids: Tensor, scores: Tensor) -> Tensor:
     Raises
     ------
     ValueError
-        If they hold a NaN or an infinity, of which no token follows.
+        If they hold a NaN or an infinity, from which no token can be chosen.
     """
     if scores.isnan().any() or (scores == torch.inf).any():
         raise ValueError(

@@ -16,9 +16,9 @@ class Rope:
     frequencies
         ω_f of each pair of channels.
     turned_by
-        What keys are multiplied by beside being turned: YaRN's attention factor, else 1.
+        The factor that keys are multiplied by besides being turned: YaRN's attention factor, else 1.
     theta
-        Its base.
+        RoPE's base.
     """
 
     frequencies: tuple[float, ...]
@@ -27,10 +27,10 @@ class Rope:
 
 
 def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:
-    """The RoPE by which a model turns the keys of all its full-attention layers; None if that is not told simply.
+    """The RoPE of all full-attention layers of a model; None if the config does not fix its frequencies.
 
-    Scaled ones (linear, llama3, YaRN, …) are those that transformers computes; scaling that depends on the length of a
-    sequence is not told simply.
+    Scaled ones (linear, llama3, YaRN, …) are those that transformers computes. Scaling that depends on the length of a
+    sequence gives None.
     """
     rope = getattr(config, "rope_parameters", None)
     layer_type = {}

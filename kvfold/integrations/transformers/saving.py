@@ -1,16 +1,25 @@
 """Configs and layers of a cache as `Contents` of a file."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvfold.cache.budgets import PromptBudgets
 from kvfold.cache.files.contents import FLOATS, Contents
 from kvfold.cache.files.layer import layer_from_saved as folded_from_saved
 from kvfold.cache.files.layer import layer_to_saved as folded_to_saved
+from kvfold.cache.layer import LayerCache
+from kvfold.cache.policy import Policy
+from kvfold.formats import DEFAULT
 from kvfold.integrations.transformers.layer import FoldedLayer
+from kvfold.integrations.transformers.origin import Origin
+from kvfold.integrations.transformers.shapes import check_shape
 
 KIND = "kvfold-cache"
 VERSION = 4
@@ -21,7 +30,7 @@ SHAPING = (
     "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "layer_types", "sliding_window", "attention_chunk_size",
     "num_kv_shared_layers", "cross_attention_layers", "rope_parameters", "partial_rotary_factor",
 )  # fmt: skip
-"""What of a config shapes keys and values, where it has it."""
+"""The fields of a config that shape keys and values, where it has them."""
 LARGEST = 2**20
 """A saved config with a larger number of layers, heads or channels is refused before anything is made of it."""
 
@@ -34,7 +43,7 @@ def config_to_saved(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def config_from_saved(plain: dict[str, Any], given: PreTrainedConfig | None) -> PreTrainedConfig:
-    """The config that `config_to_saved` told of, or `given` if it makes the same cache.
+    """The config that `config_to_saved` saved, or `given` if it makes the same cache.
 
     Raises
     ------
@@ -61,7 +70,7 @@ def config_from_saved(plain: dict[str, Any], given: PreTrainedConfig | None) -> 
 
 
 def _check_sizes(plain: dict[str, Any]) -> None:
-    """Raise if a saved config has numbers that are no sizes, before anything of such a size is made."""
+    """Raise if a saved config has impossible sizes, before anything of such a size is made."""
     rope = plain.get("rope_parameters")
     parts = [plain, rope, *(rope.values() if isinstance(rope, dict) else ())]
     factors = [part.get("partial_rotary_factor") for part in parts if isinstance(part, dict)]
@@ -72,7 +81,7 @@ def _check_sizes(plain: dict[str, Any]) -> None:
 
 
 def check_savable(layers: Sequence[Any]) -> None:
-    """Raise ValueError, before they are filled, if a layer is of a class whose state is not known."""
+    """Raise ValueError, before layers are filled, if one is of a class whose state is not known."""
     for index, layer in enumerate(layers):
         layer_to_saved(layer, index)
 
@@ -106,7 +115,7 @@ def layer_to_saved(layer: Any, index: int) -> Contents:
 
 
 def layer_from_saved(layer: Any, saved: Contents, index: int) -> None:
-    """Let a new layer hold what `layer_to_saved` told of; all of `saved` is taken out.
+    """Let a new layer hold what `layer_to_saved` saved; everything is taken out of `saved`.
 
     Raises
     ------
@@ -177,3 +186,87 @@ def batch_and_tokens(layers: list[Any], config: PreTrainedConfig) -> tuple[int, 
                 "cache is saved whole, between forward passes"
             )
     return whole
+
+
+def cache_to_saved(cache: Any, ids: Tensor | None) -> Contents:
+    """What a `FoldedCache` holds, and the ids of its tokens, if they are given.
+
+    Raises
+    ------
+    ValueError
+        If a layer is of a class whose state is not known, or `ids` are not of as many tokens as the cache holds.
+    """
+    held, padding = batch_and_tokens(cache.layers, cache.text_config), cache.forward_pass.padding
+    saved = Contents({"config": config_to_saved(cache.text_config), "layers": len(cache.layers)})
+    saved.data["padding"] = None if padding is None else list(padding)
+    saved.data["model"] = cache.origin.fingerprint() if held else None
+    saved.data["ids"] = ids is not None
+    if ids is not None:
+        ids = ids[None] if ids.ndim == 1 else ids
+        rows, tokens = held or (ids.shape[0], 0)
+        if ids.is_floating_point() or tuple(ids.shape) != (rows, tokens):
+            raise ValueError(
+                f"ids are {ids.dtype} of the shape {tuple(ids.shape)}: give those of the {tokens} tokens that the "
+                f"cache holds, ({rows}, {tokens}) integers; generate's last token is not among them"
+            )
+        saved.tensors["ids"] = ids.long()
+    for i, layer in enumerate(cache.layers):
+        saved.put(f"layer{i}", layer_to_saved(layer, i))
+    return saved
+
+
+def cache_from_saved(saved: Contents, make: Callable[..., Any], config: PreTrainedConfig | None) -> Any:
+    """The cache that `cache_to_saved` saved.
+
+    Parameters
+    ----------
+    make
+        Makes an empty one: `FoldedCache`.
+    config
+        As `FoldedCache.load` takes it.
+
+    Raises
+    ------
+    ValueError
+        If the parts do not fit together, or the config.
+    """
+    own = config_from_saved(saved.take("config", dict), config)
+    parts = [saved.part(f"layer{i}") for i in range(saved.number("layers"))]
+    formats = [(i, part.data.get("format", "dense")) for i, part in enumerate(parts)]
+    if any(not isinstance(format, str) for _, format in formats):
+        raise ValueError("a layer's format is no name")
+    try:
+        cache = make(own, policy=Policy(DEFAULT, exceptions=formats))
+    except Exception as error:
+        if config is not None or isinstance(error, ValueError):
+            raise
+        raise ValueError(f"the saved config makes no cache ({error}): give config=model.config") from None
+    if len(cache.layers) != len(parts):
+        raise ValueError(f"the file has {len(parts)} layers, a cache of its config {len(cache.layers)}")
+    for i, (layer, part) in enumerate(zip(cache.layers, parts, strict=True)):
+        layer_from_saved(layer, part, i)
+        if isinstance(layer, FoldedLayer) and layer.folded.shape is not None:
+            batch, kv_heads, key_dim, _ = layer.folded.shape
+            check_shape(torch.empty(batch, kv_heads, 0, key_dim), cache.shapes[i], i, cache.text_config)
+        elif cache.shapes[i].folds and layer.is_initialized:
+            check_shape(layer.keys, cache.shapes[i], i, cache.text_config)
+    _share_budgets([layer.folded for layer in cache.layers if isinstance(layer, FoldedLayer)])
+    held = batch_and_tokens(cache.layers, cache.text_config)
+    if not saved.lacks("padding"):
+        cache.forward_pass.padding = saved.numbers("padding")
+    if not saved.lacks("model"):
+        model = saved.part("model")
+        cache.origin = Origin({name: model.take(name, str) for name in ("weights", "dtype")})
+        model.done()
+    if saved.take("ids", bool):
+        cache.ids = saved.tensor("ids", [torch.int64], held or (None, 0))
+    saved.done()
+    return cache
+
+
+def _share_budgets(layers: Sequence[LayerCache]) -> None:
+    """Let loaded layers whose bits depend on the prompt share one object that chooses them."""
+    own = [layer for layer in layers if layer.config.budgets is not None]
+    budgets = PromptBudgets({layer.index: layer.config.format for layer in own})
+    for layer in own:
+        layer.config = replace(layer.config, budgets=budgets)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
 
 from kvfold.cache.shape import LayerShape
@@ -22,7 +23,7 @@ KIND_OF = {
 
 @dataclass(frozen=True)
 class HeadDim:
-    """A head dimension and why it is believed.
+    """A head dimension and the evidence for it.
 
     Attributes
     ----------
@@ -64,7 +65,7 @@ def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any] | None = None) 
     config
         The model's config; a nested one of the language model is found.
     layers
-        Of `cache_layers`, if they are there already.
+        The result of `cache_layers`, if it exists already.
 
     Raises
     ------
@@ -93,17 +94,29 @@ def layer_configs(config: PreTrainedConfig, layers: int) -> list[PreTrainedConfi
     return [config] * layers if own is None else [own[i] for i in range(layers)]
 
 
+def check_shape(key: Tensor, shape: LayerShape, index: int, config: PreTrainedConfig) -> None:
+    """Raise ValueError if keys (batch, kv_heads, tokens, key_dim) are not those of a full layer of this config."""
+    if shape.kind != "full" or not shape.is_known or key.ndim != 4:
+        return
+    if (key.shape[1], key.shape[3]) != (shape.kv_heads, shape.key_dim):
+        raise ValueError(
+            f"layer {index}: keys have {key.shape[1]} heads of {key.shape[3]}, but this cache was made for a "
+            f"{config.model_type} config with {shape.kv_heads} heads of {shape.key_dim}: "
+            "make one with FoldedCache(model.config)"
+        )
+
+
 def resolve_head_dim(config: PreTrainedConfig) -> HeadDim:
     """Head dimension by a cascade of five steps, cross-checked.
 
     MLA key length, explicit key length, sliding-window key length, value length, hidden size over
-    heads: the first that is told decides, and what the others say is kept as evidence. MLA comes first, as its configs
-    have an explicit length, too: that of the rotary part alone.
+    heads: the first that the config has decides, and the others are kept as evidence. MLA comes first, as its configs
+    have an explicit length, too, but of the rotary part alone.
 
     Raises
     ------
     ValueError
-        If no step tells.
+        If the config has none of them.
     """
     config = config.get_text_config(decoder=True)
     nope, rope = _number(config, "qk_nope_head_dim"), _number(config, "qk_rope_head_dim")
@@ -115,15 +128,15 @@ def resolve_head_dim(config: PreTrainedConfig) -> HeadDim:
         "v_head_dim": _number(config, "v_head_dim"),
         "hidden_size / num_attention_heads": hidden // heads if heads else 0,
     }
-    told = {name: value for name, value in steps.items() if value}
-    if not told:
+    found = {name: value for name, value in steps.items() if value}
+    if not found:
         raise ValueError(f"config tells no head dimension: it has none of {', '.join(steps)}")
-    decided = next(iter(told))
-    evidence = [f"{decided} = {told[decided]}"]
-    for name, value in told.items():
+    decided = next(iter(found))
+    evidence = [f"{decided} = {found[decided]}"]
+    for name, value in found.items():
         if name != decided:
-            evidence.append(f"{name} = {value} {'agrees' if value == told[decided] else 'differs'}")
-    return HeadDim(told[decided], tuple(evidence))
+            evidence.append(f"{name} = {value} {'agrees' if value == found[decided] else 'differs'}")
+    return HeadDim(found[decided], tuple(evidence))
 
 
 def _shape(config: PreTrainedConfig, kind: str, window: int) -> LayerShape:
@@ -146,14 +159,14 @@ def _shape(config: PreTrainedConfig, kind: str, window: int) -> LayerShape:
 
 def _kv_heads(config: PreTrainedConfig, kind: str) -> int:
     """KV heads that a layer keeps; 0 if the config does not tell them."""
-    told = _number(config, "num_key_value_heads")
+    found = _number(config, "num_key_value_heads")
     if kind == "sliding":
-        told = _number(config, "swa_num_key_value_heads") or told
-        if config.model_type == "mimo_v2_flash":  # its layers with windows have twice as many, by its code alone
-            told *= 2
-    if told:
-        return told
-    if not type(config).__module__.startswith("transformers."):  # somebody's own code may have names of its own
+        found = _number(config, "swa_num_key_value_heads") or found
+        if config.model_type == "mimo_v2_flash":  # its code, not its config, doubles them in layers with windows
+            found *= 2
+    if found:
+        return found
+    if not type(config).__module__.startswith("transformers."):  # custom code may use other names
         return 0
     heads = _number(config, "num_attention_heads")
     if not getattr(config, "multi_query", False) or getattr(config, "new_decoder_architecture", False):

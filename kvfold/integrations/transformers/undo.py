@@ -14,7 +14,7 @@ Undo = Callable[[], None]
 def undo_of_growth(layer: Any) -> Undo:
     """A function that takes a layer back to what it holds now, after tokens were appended.
 
-    Keys and values that only grow are not kept alive for that.
+    Keys and values that only grow are not kept alive: undoing cuts them to their length.
     """
     if isinstance(layer, FoldedLayer):
         state = layer.folded.state()
@@ -41,10 +41,10 @@ def undo_of_change(layer: Any) -> Undo:
 
 
 def _copied(value: Any) -> Any:
-    """An attribute as it is now.
+    """A snapshot of an attribute.
 
-    Layers replace their tensors by others. Those of linear attention, which lie in lists or dictionaries, are written
-    to.
+    Layers replace most of their tensors, so these need no copy. Those of linear attention, which lie in lists or
+    dictionaries, are written to, so they are copied.
     """
     if isinstance(value, list) and all(isinstance(x, Tensor) for x in value):
         return [x.clone() for x in value]
@@ -56,7 +56,7 @@ def _copied(value: Any) -> Any:
 def change_all(layers: Sequence[Any], change: Callable[[Any], None]) -> None:
     """Change one layer after the other; an interrupt comes through once all have changed.
 
-    `change` must not refuse a layer.
+    `change` must not raise for a layer.
     """
     changed, undo = 0, (-1, lambda: None)
 

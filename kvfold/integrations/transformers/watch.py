@@ -1,4 +1,4 @@
-"""Forward passes of models that are not attached: nobody tells a cache when one begins or ends."""
+"""Forward passes of models that are not attached: a cache is not told when one begins or ends."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 
 class WatchedPass:
-    """The forward pass that a cache's layers are touched by, as far as can be seen from them.
+    """The forward pass that uses a cache's layers, inferred from how they are touched.
 
-    A pass is one call of the model that runs the layers. It has ended once its last layer was touched; layers beyond
-    that, which no pass had touched before, may follow.
+    A pass is one call of the model that runs the layers. It has ended once its last layer was touched. Later layers may
+    still follow if no pass had touched them before.
 
     Attributes
     ----------
@@ -27,11 +27,11 @@ class WatchedPass:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has got to the last layer, or is not a model's: who updates layers by hand may stop anywhere."""
+        """Whether it has reached the last layer, or no model runs it: updates of layers by hand may stop anywhere."""
         return not self.touched or not self._by_model or any(layer == self._last for layer, _ in self.touched)
 
     def goes_on(self, layer: int, what: object) -> bool:
-        """Whether a touch belongs to this pass, and not to another that begins with it."""
+        """Whether a touch belongs to this pass; otherwise it begins another."""
         if not self.touched:
             return False
         if self._caller is not None:
@@ -56,7 +56,7 @@ class WatchedPass:
 
 
 def _frames() -> Iterator[FrameType]:
-    """What is running, from the innermost call on."""
+    """The running frames, from the innermost call on."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame

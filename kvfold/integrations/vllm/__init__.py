@@ -21,7 +21,7 @@ def platform() -> str | None:
 def register() -> None:
     """For `vllm.general_plugins`: kvfold's backend in the place of TURBOQUANT on GPUs.
 
-    On CPUs a warning, if the environment names the device: vLLM then passes platform plugins by.
+    On CPUs it warns if the environment names the device, as vLLM then ignores platform plugins.
     """
     from vllm.platforms import current_platform
 

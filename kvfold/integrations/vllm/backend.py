@@ -16,7 +16,7 @@ from kvfold.attention.pool import PagedAttention
 from kvfold.cache.calibration import Observed
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import PageLayout, PagePool
-from kvfold.cache.pool.plan import Slots, Step, plan
+from kvfold.cache.pool.plan import EngineStep, Slots, plan
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.integrations.vllm.options import Options
 
@@ -38,11 +38,11 @@ class FoldedBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A token takes the bytes of its page's share.
+        """The spec with the bytes of a folded token: its share of a page.
 
-        They are bytes to the engine too: it then zeroes blocks that it hands out where other layers have another
-        dtype. Dense layers with a sliding window take over blocks that were folded, and what they do not overwrite
-        could be NaN.
+        Its dtype is uint8, so that the engine zeroes blocks that it hands out where other layers have another dtype.
+        Dense layers with a sliding window reuse blocks that were folded, and bytes that they do not overwrite could be
+        NaN.
         """
         if spec.head_size_v != spec.head_size:
             raise NotImplementedError(
@@ -65,7 +65,7 @@ class FoldedBackend(CPUAttentionBackend):  # type: ignore[misc]
 class FoldedMetadata:
     """One step: its plan, or, while keys are measured, where its sequences begin."""
 
-    step: Step | None
+    step: EngineStep | None
     starts: list[int]
 
 
@@ -139,7 +139,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.softcap, self.sinks = scale, logits_soft_cap or None, sinks
         self.kv_cache_dtype = kv_cache_dtype
-        with set_default_torch_dtype(torch.float32):  # a model is made with its own, which is not codebooks'
+        with set_default_torch_dtype(torch.float32):  # codebooks need it; a model is made under its own
             self.formats = _FORMATS[head_size] = options.formats(head_size)
             self.layout = PageLayout(self.formats)
         self.max_num_seqs = config.scheduler_config.max_num_seqs
@@ -147,7 +147,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         self._attention: PagedAttention | None = None
 
     def fit(self, statistics: KeyStatistics) -> None:
-        """Fit the keys' format to what this model's keys and queries are like."""
+        """Fit the keys' format to statistics of this model's keys and queries."""
         self.formats = self.formats.with_formats(self.formats.keys.fitted(statistics), self.formats.values)
 
     def tail_bytes(self, dtype: torch.dtype) -> int:
@@ -187,7 +187,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         return output
 
     def _observe(self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], output: Tensor) -> Tensor:
-        """Dense attention of whole prompts, which adds to what is known of keys and queries."""
+        """Dense attention of whole prompts; adds their keys and queries to the statistics."""
         for first, stop in pairwise(starts):
             q, k, v = (x[first:stop].transpose(0, 1)[None] for x in (query, key, value))
             self.observed.add(q, k)

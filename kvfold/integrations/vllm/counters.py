@@ -1,7 +1,7 @@
-"""How many pages workers have folded, told to the process that serves metrics.
+"""How many pages workers have folded, for the process that serves metrics.
 
-Each worker on the same machine writes its count into a file of its own; the folder comes down to it in the environment,
-which vLLM's processes inherit. Workers elsewhere have no such folder and do not count.
+Each worker on the same machine writes its count into a file of its own. An environment variable, which vLLM's processes
+inherit, names the folder. Workers on other machines have no such folder and do not count.
 """
 
 import atexit
@@ -13,7 +13,7 @@ from pathlib import Path
 
 FOLDER = "KVFOLD_COUNTERS"
 SECONDS = 0.5
-"""A worker writes at most so often."""
+"""The shortest time between two writes of a worker."""
 
 _last = 0.0
 

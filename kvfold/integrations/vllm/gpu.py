@@ -1,4 +1,4 @@
-"""The place of vLLM's TURBOQUANT backend on GPUs, where kvfold's Triton kernels will be called."""
+"""Replaces vLLM's TURBOQUANT backend on GPUs; kvfold's Triton kernels will be called from here."""
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
@@ -7,7 +7,7 @@ from kvfold.integrations.vllm.options import Options
 
 
 class FoldedGpuBackend(TurboQuantAttentionBackend):  # type: ignore[misc]
-    """vLLM's own, unless the config asks for kvfold: then an error, as no kernel is called yet."""
+    """vLLM's own backend; it raises if the config asks for kvfold, as no kernel is called yet."""
 
     @staticmethod
     def get_impl_cls() -> type:

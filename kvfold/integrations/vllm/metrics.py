@@ -39,12 +39,12 @@ class FoldedStats(StatLoggerBase):  # type: ignore[misc]
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Take what the scheduler tells after a step."""
+        """Record the scheduler's statistics after a step."""
         if scheduler_stats is not None:
             self.usage = scheduler_stats.kv_cache_usage
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: the workers said it."""
+        """Log nothing: the workers have."""
 
     def gauges(self) -> dict[str, float]:
         """The engine's numbers as they are now, by the names of `GAUGES`."""

@@ -9,7 +9,7 @@ from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 
 KEY = "kvfold"
 FOLDING = ("full_attention", "attention")
-"""What configs call the layers that fold, where they name kinds of layers."""
+"""Names of layers that fold, in configs that name kinds of layers."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Options:
     format
         "both" or "keys:values" (`kvfold.formats.FORMATS`).
     calibration
-        Path of a file of `kvfold calibrate`. None: formats that are fitted go by what the engine measures at its start.
+        Path of a file of `kvfold calibrate`. None: the engine measures statistics for formats that are fitted at its
+        start.
     """
 
     format: str = DEFAULT
@@ -29,12 +30,12 @@ class Options:
 
     @classmethod
     def of(cls, additional_config: object) -> "Options | None":
-        """The options in vLLM's additional config; None if it does not speak of kvfold.
+        """The options in vLLM's additional config; None if it does not mention kvfold.
 
         Raises
         ------
         ValueError
-            On an option that there is not, or a value that means nothing.
+            On an unknown option, or an invalid value.
         """
         if not isinstance(additional_config, Mapping) or KEY not in additional_config:
             return None
@@ -67,7 +68,7 @@ class Options:
         return PageLayout(self.formats(head_dim)).slot_bytes(itemsize)
 
     def to_config(self) -> dict[str, Any]:
-        """What `of` reads."""
+        """The options as `of` reads them."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return {KEY: {name: value for name, value in own.items() if value is not None}}
 

@@ -19,12 +19,12 @@ FOLDED_WORKER = "kvfold.integrations.vllm.worker.FoldedWorker"
 DENSE_KERNEL_BLOCK = 32
 """Blocks of layers with a sliding window, which stay dense, are multiples of this."""
 PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"
-"""How many matrix products oneDNN keeps compiled in a worker. Each length of a prompt is another five, of some 100 kB
-each, and oneDNN's own bound of 1,024 takes hundreds of requests to reach: to a server that looks like a leak."""
+"""How many matrix products oneDNN keeps compiled in a worker. Each prompt length adds five, of some 100 kB each. With
+oneDNN's own bound of 1,024, memory grows over hundreds of requests, which looks like a leak."""
 
 
 class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
-    """Without options for kvfold it is vLLM's own, but for a warning."""
+    """vLLM's own platform, but for a warning, unless the config has options for kvfold."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -96,7 +96,7 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
 
 
 def _set_blocks(vllm_config: "VllmConfig", options: Options) -> None:
-    """Blocks of whole pages; in models with sliding windows, large enough for dense tokens of one page's bytes."""
+    """Blocks of whole pages; with sliding windows, of at least the bytes of `DENSE_KERNEL_BLOCK` dense tokens."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     head_dim, itemsize = model.get_head_size(), model.dtype.itemsize
     page, slot = options.formats(head_dim).keys.page_size, options.slot_bytes(head_dim, itemsize)

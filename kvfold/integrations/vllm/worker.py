@@ -48,7 +48,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         return granted - tails
 
     def compile_or_warm_up_model(self) -> Any:
-        """Fit formats once the model runs and nobody uses the pool."""
+        """Fit formats once the model runs and the pool is not in use yet."""
         from vllm.model_executor.models.utils import extract_layer_index
 
         times = super().compile_or_warm_up_model()
@@ -57,7 +57,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             impl.formats = impl.formats.at(index, None)
         options = Options.of(self.vllm_config.additional_config)
         assert options is not None
-        if options.formats(self.model_config.get_head_size()).awaits_fit:  # asked of the model: stages read together
+        if options.formats(self.model_config.get_head_size()).awaits_fit:  # the same in all stages, which read together
             if options.calibration is not None:
                 self._load(options.calibration, layers)
             else:
@@ -71,9 +71,9 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             for group, blocks in enumerate(self.model_runner.requests[request].block_ids):
                 for builder in self._builders(group):
                     builder.release(blocks)
-                blocks.clear()  # others have them from now on, and a preempted request may end before it has new ones
+                blocks.clear()  # they belong to others now, and a preempted request may end before it gets new ones
         result = super().execute_model(scheduler_output)
-        if self.rank % self.parallel_config.tensor_parallel_size == 0:  # the others fold the same pages' other heads
+        if self.rank % self.parallel_config.tensor_parallel_size == 0:  # other ranks fold other heads of the same pages
             idle = not scheduler_output.total_num_scheduled_tokens
             count_folds(sum(b.pages_folded * len(b.layer_names) for b in self._builders()), self.rank, at_once=idle)
         return result
@@ -117,7 +117,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             impl.fit(KeyStatistics(whole.query_energy[some], whole.key_variance[some]))
 
     def _measure(self, layers: dict[int, FoldedImpl]) -> None:
-        """Let the model read a text, with dense attention, and fit layers to what their keys and queries are like."""
+        """Let the model read a text, with dense attention, and fit layers to statistics of their keys and queries."""
         from vllm.tokenizers.registry import cached_tokenizer_from_config
 
         start = time.perf_counter()

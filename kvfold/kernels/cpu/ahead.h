@@ -1,4 +1,4 @@
-// What memory is asked for before its turn comes.
+// Prefetching memory before it is read.
 #pragma once
 
 #include "vectors.h"
@@ -6,14 +6,14 @@
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-// Asks memory for pages that will be read while those before are worked on, and evenly. A core can have only so many lines under
-// way: asked for with the codes alone, they hold up the reading of codes that are near, and memory idles during all that reads
-// none (softmax, rounding). So every part of the work asks for its share.
+// Prefetches the next pages, evenly, while those before are worked on. A core can have only so many lines under way. Prefetches
+// issued only while codes are read would delay codes that are near, and memory would idle during work that reads none (softmax,
+// rounding). So every part of the work prefetches its share.
 class Ahead {
  public:
   void forget() { count_ = next_ = 0, at_ = end_ = 0; }
 
-  // Adds `bytes` from there on to what is to be asked for.
+  // Adds `bytes` from `from` on to what is to be prefetched.
   void expect(const void* from, std::size_t bytes) {
     const auto at = reinterpret_cast<std::uintptr_t>(from);
     if (count_ > next_ && parts_[count_ - 1].end == at) {
@@ -23,7 +23,7 @@ class Ahead {
     if (count_ < kMost && bytes) parts_[count_++] = {at, at + bytes};
   }
 
-  // Asks for the next Lines lines, or for those that are left.
+  // Prefetches the next Lines lines, or those that are left.
   template <std::size_t Lines>
   KVFOLD_INLINE void ask() {
     if (end_ - at_ >= Lines * kLine) {
@@ -39,11 +39,11 @@ class Ahead {
  private:
   static constexpr std::size_t kLine = 64;
 
-  // Inlined, as a compiler that makes it a function of its own finds that it does nothing, and drops the calls. Into the
-  // second-level cache: the first is too small for what is asked for this early.
+  // Inlined: as a separate function it has no effect that a compiler sees, and its calls are dropped. Into the second-level
+  // cache: the first is too small for prefetches this early.
   static KVFOLD_INLINE void ask_for(std::uintptr_t at) { __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 2); }
 
-  // As `ask`, on into the next parts.
+  // As `ask`, continuing with the next parts.
   __attribute__((noinline)) void ask_across(std::size_t lines) {
     while (lines) {
       if (at_ >= end_) {
@@ -60,7 +60,7 @@ class Ahead {
   struct Part {
     std::uintptr_t begin, end;
   };
-  static constexpr std::size_t kMost = 192;  // more than two groups of pages anywhere in a pool come to
+  static constexpr std::size_t kMost = 192;  // more than two groups of pages have, wherever they lie in a pool
   Part parts_[kMost];
   std::size_t count_ = 0, next_ = 0;
   std::uintptr_t at_ = 0, end_ = 0;

@@ -68,14 +68,14 @@ struct Span {
   const std::int64_t *start = nullptr, *stop = nullptr;  // positions, one of each a query
 };
 
-// What is one sequence's own: a batch row of a cache, or a request whose pages lie anywhere in a pool.
+// One sequence: a batch row of a cache, or a request whose pages lie anywhere in a pool.
 struct Sequence {
-  std::size_t row = 0;  // of pages in one piece, of the mask, and of an order of channels
+  std::size_t row = 0;  // its index in contiguous pages, the mask, and orders of channels
   std::size_t queries = 0;
   const void* query = nullptr;  // (kv_heads · repeat, queries, key_dim)
   void* out = nullptr;          // (kv_heads · repeat, queries, value_dim), of out_dtype
   std::size_t pages = 0;
-  const std::int64_t* page_at = nullptr;  // of each page, how many bytes after the first; null: pages follow each other
+  const std::int64_t* page_at = nullptr;  // each page's offset in bytes from the first; null: pages follow each other
   const std::int64_t* folded_stop = nullptr;  // for each query, the position after the last that it reads folded
   const Span* spans = nullptr;
   std::size_t span_count = 0;
@@ -92,7 +92,7 @@ struct Attention {
   Side keys, values;
   Rotation key_rotation, value_rotation;
   std::int64_t pages_first = 0;  // position of the first folded token
-  // One byte a position, 0 where a query must not look; null for none. Strides in bytes, 0 to share.
+  // One byte a position, 0 where a query must not read; null for none. Strides in bytes, 0 to share.
   const std::uint8_t* mask = nullptr;
   std::size_t mask_batch = 0, mask_head = 0, mask_query = 0;
   std::int64_t mask_columns = 0;
@@ -102,7 +102,7 @@ struct Attention {
 };
 
 // The same body compiled for each instruction set; attend_impl.h.
-// attend: false, and no output, if a query is not finite. in_integers: whether it multiplies the codes of a side as integers.
+// attend: false, and no output, if a query is not finite. in_integers: whether `attend` multiplies a side's codes as integers.
 namespace serial {
 bool attend(const Attention& job);
 bool in_integers(const Side& side);

@@ -1,7 +1,7 @@
-// Matrix products for who has no fast ones of his own: a library by itself.
+// A separate library that gives MLX fast matrix products: torch's.
 //
-// MLX's wheels for Linux bring netlib's reference BLAS, which is slow. Once this library's symbols are global,
-// the reference's `cblas_sgemm` finds this `sgemm_` in the place of its own, and so torch's. Nothing else is visible.
+// MLX's wheels for Linux bring netlib's reference BLAS, which is slow. Once this library's symbols are global, the
+// reference's `cblas_sgemm` calls this `sgemm_` instead of its own, and so torch's. Other symbols are hidden.
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 
 namespace {

@@ -9,7 +9,7 @@ struct Channelwise {
   const void* x = nullptr;  // (batch, heads, pages · page_size, channels)
   std::size_t x_batch = 0, x_head = 0, x_token = 0, batch = 0, heads = 0, pages = 0, page_size = 0, channels = 0;
   Dtype dtype = Dtype::float32;
-  const std::int16_t* order = nullptr;  // which channel comes when: (batch, heads, channels); null: as they come
+  const std::int16_t* order = nullptr;  // order of channels: (batch, heads, channels); null: as they come
   std::size_t order_batch = 0, order_head = 0;
   const float* lut = nullptr;  // (channel tiles, lut_stride), ascending
   std::size_t lut_stride = 0;

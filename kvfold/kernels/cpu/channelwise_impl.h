@@ -119,7 +119,7 @@ class TileFolder {
   float top_;
   Buffer y_;
   std::size_t before_ = 0, after_ = 0;  // bits of the tiles before this one, and of this one and those after it
-  Ints real_{};                         // channels that do not pad the tile
+  Ints real_{};                         // all ones for channels, 0 for those that pad the tile
 };
 
 }  // namespace

@@ -15,7 +15,7 @@ class Codebook {
     for (std::size_t i = 0; i + 1 < count_; ++i) edges_[i] = 0.5f * (levels[i] + levels[i + 1]);
   }
 
-  // Calls visit<bits>(): what `nearest` is compiled for.
+  // Calls visit with the bits as a constant, which `nearest` takes.
   template <typename Visit>
   KVFOLD_INLINE auto with_bits(Visit visit) const {
     switch (count_) {
@@ -34,7 +34,7 @@ class Codebook {
   template <std::size_t Bits>
   KVFOLD_INLINE Vec nearest(Vec u, Ints& index) const {
 #ifdef __AVX512F__
-    // Halves what is left, step by step; tables of up to 64 numbers are looked up in registers.
+    // A binary search; tables of up to 64 numbers are looked up in registers.
     __m512i at = _mm512_setzero_si512();
     each<Bits>([&](auto i) KVFOLD_LAMBDA {
       constexpr int step = 1 << (Bits - 1 - i);

@@ -1,4 +1,4 @@
-// Dense numbers into storage of a cache: kvfold/kernels/cpu/copy.py.
+// Copies dense numbers into storage of a cache: kvfold/kernels/cpu/copy.py.
 #pragma once
 
 #include "attend.h"
@@ -17,7 +17,7 @@ struct Copy {
   std::size_t batch = 0, heads = 0, tokens = 0, dim = 0;
 };
 
-// Whether all numbers are finite, as they are written.
+// Copies numbers; returns whether all are finite as they are written.
 namespace serial {
 bool copy(const Copy& job);
 }

@@ -1,4 +1,4 @@
-"""Numbers into the dense storage of a cache."""
+"""Copies of numbers into the dense storage of a cache."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from kvfold.quant.finite import finite
 def copy_finite(
     sources: Sequence[Tensor], targets: Sequence[Tensor], first: int = 0, instruction_set: str = INSTRUCTION_SET
 ) -> bool:
-    """Copy tokens to targets from their place `first` on, rounded to their dtypes; tell whether all is finite there.
+    """Copy tokens into targets from token `first` on, in the targets' dtypes; returns whether all copies are finite.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def copy_finite(
     whole = cpu.copy(instruction_set, pairs, first)
     if whole is not None:
         return whole
-    rooms = []  # of tensors that the kernel does not take as they lie
+    rooms = []  # of tensors that the kernel does not take as they are
     for source, target in pairs:
         batch, heads, n, dim = source.shape
         if target.shape != (batch, heads, target.shape[2], dim) or first > target.shape[2] - n:

@@ -73,7 +73,7 @@ inline std::uint16_t to_half(float x) {
   return bits;
 }
 
-// As float16 holds them.
+// Rounded to float16.
 inline Vec in_half(Vec v) {
 #ifdef __AVX512F__
   return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
@@ -83,7 +83,7 @@ inline Vec in_half(Vec v) {
 #endif
 }
 
-// As bfloat16 holds them, to the nearest and to even. Not for NaN.
+// Rounded to bfloat16, to nearest even. NaN stays as it is.
 inline Vec in_brain(Vec v) {
   std::uint32_t __attribute__((vector_size(64))) bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -97,7 +97,7 @@ inline Vec rounded(Dtype dtype, Vec v) {
   return dtype == Dtype::float32 ? v : dtype == Dtype::float16 ? in_half(v) : in_brain(v);
 }
 
-// The first `count` of numbers that `rounded` made.
+// Stores the first `count` of the numbers that `rounded` returned.
 inline void store_some(Dtype dtype, void* data, std::size_t i, std::size_t count, Vec v) {
   if (dtype == Dtype::float32) {
     std::memcpy(static_cast<float*>(data) + i, &v, count * sizeof(float));

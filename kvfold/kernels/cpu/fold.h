@@ -8,7 +8,7 @@ namespace kvfold {
 // In the order of SCALE_RULES in kvfold/quant/scales.py.
 enum class ScaleRule : int { raw, matched, least_squares, eden };
 
-// Tokens of some heads into pages of each head, beginning at slot `first` of the first page. Slots without a token get
+// Folds tokens of some heads into pages of each head, from slot `first` of the first page on. Slots without a token get
 // code 0 and scale 0.
 struct Fold {
   const void* x = nullptr;  // (batch, heads, tokens, rotation.dim)

@@ -49,7 +49,7 @@ class Folder {
     rotator_.apply(raw_.data(), y, batch, head);
   }
 
-  // Takes the page's mean off, as it will be stored.
+  // Subtracts the page's mean, rounded as it is stored.
   void centre(std::uint16_t* out) {
     const std::size_t size = job_.shape.page_size;
     std::fill(centre_.data(), centre_.data() + width_, 0.0f);
@@ -88,7 +88,7 @@ class Folder {
 
   static float ratio(float a, float b) { return a != 0.0f && b != 0.0f ? a / b : 0.0f; }
 
-  // The codes of 16 tokens into the tiles of their page.
+  // Packs the codes of 16 tokens into the tiles of their page.
   void pack(std::uint8_t* page, std::size_t row) {
     const std::size_t tiles = width_ / kTile, rows = job_.shape.page_size / kTile;
     for (std::size_t g = 0; g < tiles; ++g) {

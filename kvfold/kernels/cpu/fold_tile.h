@@ -1,4 +1,4 @@
-// What folding kernels share: tiles of codes.
+// Tiles of codes, for all folding kernels.
 #pragma once
 
 #include "dtypes.h"
@@ -6,7 +6,7 @@
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-// 16 tokens' codes of 16 channels, whole numbers of 32 bits, into their tile.
+// Packs 16 tokens' codes of 16 channels, whole numbers of 32 bits, into their tile.
 inline void pack_tile(Vec (&lines)[kTile], unsigned bits, bool lanes_are_tokens, std::uint8_t* to) {
   if (lanes_are_tokens) transpose(lines);
   Tile tile;

@@ -1,10 +1,10 @@
 // Products of a page's codes with 8-bit numbers, by dot-product instructions (VNNI). Codes become 8-bit levels in
 // registers and are multiplied there; nothing is unfolded to memory. integer_keys.h and integer_values.h do it.
 //
-// A level is middle + step · number. That is exact for codebooks on such a grid, and elsewhere far below the distance of
+// A level is middle + step · number. That is exact for codebooks on such a grid; elsewhere the error is far below the distance of
 // levels of up to 4 bits. Weights of values have a scale for each page and scale group, and 8 bits, or 16 where a value has 5.
-// Queries have 8, with a scale for each segment of tiles that need equal precision, and 16 where levels have 5 to 7 (few
-// channels have so many, and large queries) or tokens have offsets (which leave small errors, in channels of all sizes).
+// Queries have a scale for each segment of tiles that need equal precision, and 8 bits. They have 16 where levels have 5 to 7
+// (few channels do, and their queries are large) or tokens have offsets (which leave small errors, in channels of all sizes).
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ namespace {
 constexpr unsigned kMostBits = 7, kMostValueBits = 5;
 constexpr unsigned kRounded = 4;  // levels of more bits must lie on the grid, those of 7 evenly
 
-// The entry of a table of 64 that each byte of `index` names by its low 6 bits; the table repeats every 2^Bits.
+// For each byte of `index`, the entry at its low 6 bits of a table of 64, which repeats every 2^Bits.
 template <unsigned Bits>
 KVFOLD_INLINE __m512i look_up(__m512i index, __m512i table) {
 #ifdef __AVX512VBMI__
@@ -47,11 +47,11 @@ KVFOLD_INLINE __m512i move_bit(__m512i plane) {
 }
 
 // The numbers of field F of one tile: byte 4 · lane + j is that of step 4 · F + j. Bits of an index beyond Bits may be
-// anything, as tables repeat. 7 bits have no table: levels are even, and numbers 2 · code + 1.
+// anything, as tables repeat. 7 bits have no table: levels are evenly spaced, and numbers are 2 · code + 1.
 template <unsigned Bits, std::size_t F>
 KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   static_assert(Bits >= 1 && Bits <= kMostBits);
-  constexpr int kSelect = 0xca;  // of _mm512_ternarylogic (a macro in places): second where the first is 1, else third
+  constexpr int kSelect = 0xca;  // of _mm512_ternarylogic (in some compilers a macro): second where the first is 1, else third
   __m512i index;
   if constexpr (Bits == 7) {
     const __m512i low = _mm512_loadu_si512(packed + F / 2 * 64), pairs = _mm512_loadu_si512(packed + 128);
@@ -81,7 +81,7 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   return look_up<Bits>(index, table);
 }
 
-// Lines to ask for while codes of so many bytes are read: about half of theirs, as the rest of the work asks for some, too.
+// Lines to prefetch while `bytes` of codes are read: about half as many, as the rest of the work prefetches some, too.
 constexpr std::size_t share_of(std::size_t bytes) { return (bytes / 2 + 63) / 64; }
 
 constexpr std::size_t kFields = 4;  // of a tile, each of four steps
@@ -95,7 +95,7 @@ class Numbers {
     std::size_t first, count, before, group;
   };
 
-  // A run, and one of 1 bit after one of 2, that share a scale of the other factor.
+  // A run, or one of 2 bits and one of 1 bit after it: the other factor has one scale for all of it.
   struct Segment {
     std::size_t first, count, first_tile, tiles, group;
     bool two_bytes;
@@ -143,7 +143,7 @@ class Numbers {
     }
   }
 
-  // Whether levels rise, and are equally far from each other: as many numbers then lie between neighbours, 254 of them or less in all.
+  // Whether levels rise in equal steps. Then equally many numbers lie between all neighbours, at most 254 in all.
   static bool are_even(const float* lut, std::size_t count) {
     const float distance = (lut[count - 1] - lut[0]) / static_cast<float>(count - 1);
     for (std::size_t i = 0; i < count; ++i)
@@ -189,8 +189,8 @@ KVFOLD_INLINE Four largest_four(const Vec (&of)[kBlock]) {
   return reduce_four(of, [](Vec a, Vec b) KVFOLD_LAMBDA { return Vec(_mm512_max_ps(__m512(a), __m512(b))); });
 }
 
-// Whole numbers of four rows as bytes side by side, as they are multiplied: byte j of step 4 · f + j of row i is at
-// 16 · f + 4 · i + j. What no byte holds becomes what is nearest.
+// Stores whole numbers of four rows as bytes side by side, as they are multiplied: step 4 · f + j of row i is at byte
+// 16 · f + 4 · i + j. Numbers that no byte holds are saturated.
 template <bool Signed>
 inline __m512i store_four(std::uint8_t* to, const __m512i (&rows)[kBlock]) {
   const __m512i ab = _mm512_packs_epi32(rows[0], rows[1]), cd = _mm512_packs_epi32(rows[2], rows[3]);
@@ -199,7 +199,7 @@ inline __m512i store_four(std::uint8_t* to, const __m512i (&rows)[kBlock]) {
   return all;
 }
 
-// Of vectors as `store_four` returns them, the sum over f for each row.
+// The sum over f for each row, of a vector as `store_four` lays it out.
 inline __m128i sum_of_fours(__m512i v) {
   v = _mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0x4e));
   return _mm512_castsi512_si128(_mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0xb1)));

@@ -2,14 +2,15 @@
 #pragma once
 
 #include "integer.h"
+#include "page.h"
 
 #ifdef __AVX512VNNI__
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-// Scores of query rows with the keys of a few pages. Their numbers are unsigned, by 128 too large, which is taken off again.
-// If channels have scales, queries are rounded for each page: for all pages before the first is read, as that takes long to
-// be ready.
+// Scores of query rows with the keys of a few pages. The keys' numbers are unsigned, 128 too large; that is subtracted again.
+// If channels have scales, queries are rounded for each page, and for all pages before the first is read, as rounding has a
+// long latency.
 class IntegerKeys {
  public:
   explicit IntegerKeys(const Side& side)
@@ -38,7 +39,7 @@ class IntegerKeys {
       in_blocks(rows, [&](auto some, std::size_t r) { round<some()>(r / kBlock, nullptr, r); });
   }
 
-  // Takes one of the pages.
+  // Prepares one of the pages.
   void prepare_page(std::size_t number, const Page& page, std::size_t rows, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
       const std::size_t block = number * blocks_ + r / kBlock, queries = side_.channel_scale ? block : r / kBlock;
@@ -65,19 +66,19 @@ class IntegerKeys {
  private:
   // A segment's queries, for each row of a block.
   struct alignas(16) Part {
-    float worth[kBlock] = {};  // what 1 stands for in the rounded ones
+    float worth[kBlock] = {};  // what 1 is worth in the rounded ones
     float per[kBlock] = {};    // 1 / worth
-    float base[kBlock] = {};   // Σ q̃ ⊙ S · middle, and what takes the 128 off
+    float base[kBlock] = {};   // Σ q̃ ⊙ S · middle, and what subtracts the 128
     float total[kBlock] = {};  // Σ q̃
   };
 
   static std::uint8_t* bytes(Buffer& buffer) { return reinterpret_cast<std::uint8_t*>(buffer.data()); }
   static const std::uint8_t* bytes(const Buffer& buffer) { return reinterpret_cast<const std::uint8_t*>(buffer.data()); }
 
-  // A block of rows for one page.
+  // Of a block of rows, for one page if channels have scales.
   Part& part(std::size_t block, std::size_t segment) const { return parts_[block * numbers_.segment_count() + segment]; }
 
-  // q̃ ⊙ S · step as whole numbers: of all segments first what 1 stands for, which takes long to be ready.
+  // Rounds q̃ ⊙ S · step to whole numbers. All segments are measured first, as `worth` has a long latency.
   template <std::size_t Rows>
   void round(std::size_t block, const Page* page, std::size_t r) {
     for (std::size_t i = 0; i < numbers_.segment_count(); ++i) measure<Rows>(i, block, page, r);
@@ -101,7 +102,7 @@ class IntegerKeys {
     _mm_store_ps(own.per, _mm_div_ps(_mm_set1_ps(1.0f), _mm_max_ps(one, _mm_set1_ps(1e-30f))));
   }
 
-  // Those of one segment, in 8 bits or in 16 as 256 · upper + lower.
+  // `round` for one segment, to 8 bits, or to 16 as 256 · upper + lower.
   template <std::size_t Rows, bool TwoBytes>
   KVFOLD_INLINE void round_segment(std::size_t index, std::size_t block, const Page* page, std::size_t r) {
     const std::size_t first = numbers_.segment(index).first_tile, last = first + numbers_.segment(index).tiles;
@@ -188,7 +189,7 @@ class IntegerKeys {
     });
   }
 
-  // Adds what one segment makes of them, after a call of `start`; Bits are those of its first run.
+  // Adds one segment's share of the scores, after a call of `start`; Bits are those of its first run.
   template <unsigned Bits, bool TwoBytes, std::size_t Rows, std::size_t Width, typename Start>
   KVFOLD_INLINE void add_segment(std::size_t index, std::size_t block, const Page& page, const std::uint8_t* code, std::size_t token,
                                  __m512 (&sums)[Rows][Width], Ahead& ahead, Start start) const {
@@ -252,7 +253,22 @@ class IntegerKeys {
   bool any_middle_ = false;
   std::unique_ptr<Part[]> parts_;
   Buffer query_, steps_, upper_, lower_;  // upper and lower: bytes, as `store_four` leaves them
-  Buffer start_;                          // what scores of each row start with: q̃ · z, and the parts' bases unless they are scaled
+  Buffer start_;                          // where each row's scores start: q̃ · z, and the parts' bases if tokens have no scale
+};
+
+}  // namespace
+}  // namespace kvfold::KVFOLD_ISA
+#else
+namespace kvfold::KVFOLD_ISA {
+namespace {
+
+// Without the instructions, no codes fit.
+struct IntegerKeys {
+  explicit IntegerKeys(const Side&) {}
+  static constexpr bool fits() { return false; }
+  void prepare(const float*, std::size_t, std::size_t) {}
+  void prepare_page(std::size_t, const Page&, std::size_t, Ahead&) {}
+  void scores(std::size_t, const Page&, std::size_t, float*, std::size_t, Ahead&) {}
 };
 
 }  // namespace

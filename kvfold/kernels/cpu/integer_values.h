@@ -2,13 +2,14 @@
 #pragma once
 
 #include "integer.h"
+#include "page.h"
 
 #ifdef __AVX512VNNI__
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
 // Sums of values of a few pages, weighted by rows of probabilities. Weights of all pages are made before the first is
-// used, as each takes long to be ready.
+// used, as each has a long latency.
 class IntegerValues {
  public:
   explicit IntegerValues(const Side& side) : side_(side), numbers_(side_, kMostValueBits, 0), size_(side_.shape.page_size) {
@@ -33,11 +34,11 @@ class IntegerValues {
     if (two_bytes_) lower_ = Buffer::unset(count * kBlock * size_ / sizeof(float));
   }
 
-  // Whether softmax's exponentials are taken where weights are made, as they are if nothing else needs them.
+  // Whether `prepare` takes softmax's exponentials: it does if nothing else needs them.
   bool takes_exponentials() const { return side_.groups == 1 && !side_.offset; }
 
-  // Takes the scores of the tokens of one of the pages, `stride` apart from row to row, and adds what their exponentials over
-  // those of `maximum` come to, to the rows' totals; or takes probabilities, if it does not take exponentials. Overwrites them.
+  // Makes the weights of one of the pages, from `scores`, whose rows lie `stride` apart and which it may overwrite. If it takes
+  // exponentials, it adds Σ exp(score − maximum) to the rows' totals; otherwise `scores` are probabilities already.
   void prepare(std::size_t number, const Page& page, std::size_t rows, float* scores, std::size_t stride, const float* maximum,
                float* totals, Ahead& ahead) {
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
@@ -57,7 +58,7 @@ class IntegerValues {
     });
   }
 
-  // Adds to sums[r · width + c], width being head_dim padded to whole tiles, what these make of the page's values.
+  // Adds the page's values, weighted, to sums[r · width + c]; width is head_dim padded to whole tiles.
   void add(std::size_t number, const Page& page, std::size_t rows, float* sums, Ahead& ahead) const {
     const std::size_t width = numbers_.tiles() * kTile;
     in_blocks(rows, [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows>, std::size_t r) {
@@ -80,12 +81,12 @@ class IntegerValues {
   }
 
  private:
-  // Of each row of a block: what a weight of 1 is worth, Σ p · s, Σ p, Σ p · a.
+  // Of each row of a block: the worth of a weight of 1, Σ p · s, Σ p, Σ p · a.
   struct alignas(16) Worth {
     float one[kBlock] = {}, scaled[kBlock] = {}, total[kBlock] = {}, offset[kBlock] = {};
   };
 
-  // Which weights those of a page, scale group and block of rows are.
+  // Index of the weights of a page, scale group and block of rows.
   std::size_t index_of(std::size_t number, std::size_t group, std::size_t r) const {
     return (number * side_.groups + group) * blocks_ + r / kBlock;
   }
@@ -97,8 +98,8 @@ class IntegerValues {
     return reinterpret_cast<const std::uint8_t*>(weights.data()) + index * kBlock * size_;
   }
 
-  // Probabilities times a group's scales as whole numbers of 8 bits, or of 16 as 256 · upper + lower. Of scores, it takes the
-  // exponentials first. The products are left in their place, unless other groups need what was there.
+  // Rounds probabilities times a group's scales to whole numbers of 8 bits, or of 16 as 256 · upper + lower. OfScores: takes
+  // exponentials first, and leaves the products in place of the scores, which no other group needs.
   template <std::size_t Rows, bool TwoBytes, bool OfScores>
   void round(std::size_t index, const Page& page, std::size_t group, float* scores, std::size_t stride, const float* maximum,
              float* totals, Ahead& ahead) {
@@ -145,7 +146,7 @@ class IntegerValues {
     if (any_middle_) store(worth.scaled, sum_four(scaled));
   }
 
-  // Adds what Rows rows make of the channels of one run.
+  // `add` for Rows rows and the channels of one run.
   template <unsigned Bits, std::size_t Rows, bool TwoBytes>
   void add_run(const Numbers::Run& run, std::size_t index, const Page& page, float* to, Ahead& ahead) const {
     in_widths<TwoBytes ? 2 : 4>(run.count, [&](auto width, std::size_t tile) {
@@ -153,7 +154,7 @@ class IntegerValues {
     });
   }
 
-  // Rows rows over Width tiles of channels with one codebook.
+  // `add` for Rows rows and Width tiles of channels with one codebook.
   template <unsigned Bits, std::size_t Rows, std::size_t Width, bool TwoBytes>
   void block(std::size_t index, const Page& page, const std::uint8_t* code, std::size_t tile, float* to, Ahead& ahead) const {
     const std::size_t tile_bytes = 2 * size_ * Bits, size = size_;
@@ -200,6 +201,22 @@ class IntegerValues {
   bool any_middle_ = false, two_bytes_ = false;
   Buffer upper_, lower_;  // of the weights: bytes, as `store_four` leaves them
   std::unique_ptr<Worth[]> worths_;
+};
+
+}  // namespace
+}  // namespace kvfold::KVFOLD_ISA
+#else
+namespace kvfold::KVFOLD_ISA {
+namespace {
+
+// Without the instructions, no codes fit.
+struct IntegerValues {
+  explicit IntegerValues(const Side&) {}
+  static constexpr bool fits() { return false; }
+  static constexpr bool takes_exponentials() { return false; }
+  void expect(std::size_t, std::size_t) {}
+  void prepare(std::size_t, const Page&, std::size_t, float*, std::size_t, const float*, float*, Ahead&) {}
+  void add(std::size_t, const Page&, std::size_t, float*, Ahead&) const {}
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Python bindings of the CPU kernels. Tensors cross as DLPack, whose shapes are checked, or as addresses and strides, of which
-// the caller answers for.
+// Python bindings of the CPU kernels. Tensors cross as DLPack, whose shapes are checked, or as addresses and strides, for which
+// the caller answers.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -153,8 +153,8 @@ void fold(const std::string& isa, std::uintptr_t x, int dtype, std::size_t x_bat
   run(job);
 }
 
-// Copies each tensor (batch, heads, tokens, dim) into another from its token `first` on. Whether all numbers are finite there; none,
-// and nothing written, if kernels do not take a tensor as it lies or one does not fit.
+// Copies each tensor (batch, heads, tokens, dim) into another from its token `first` on. Returns whether all numbers are finite
+// there; nullopt, with nothing written, if kernels cannot use a tensor in place or a shape does not fit.
 std::optional<bool> copy(const std::string& isa, const std::vector<std::pair<nb::object, nb::object>>& tensors, std::size_t first) {
   std::vector<kvfold::Copy> jobs;
   for (const auto& [from, to] : tensors) {

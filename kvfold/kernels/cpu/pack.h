@@ -1,5 +1,5 @@
-// Packing of a page's codes into tiles. The layout is described, and implemented as the truth, in
-// kvfold/quant/packing.py; names here are the same.
+// Packing of a page's codes into tiles. kvfold/quant/packing.py describes the layout and has the reference
+// implementation; names here are the same.
 #pragma once
 
 #include <cstddef>

@@ -8,7 +8,7 @@ namespace kvfold::KVFOLD_ISA {
 namespace {
 
 #ifdef __AVX512F__
-// A plane of width 1: bit f of byte 4 · lane + j is that of step 4 · f + j, the bits above are others'.
+// A plane of width 1: bit f of byte 4 · lane + j is that of step 4 · f + j; bits above belong to other codes.
 inline __m512i bit_plane(const std::uint8_t* packed) {
   const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed)));
   return _mm512_srlv_epi64(both, _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
@@ -58,7 +58,7 @@ inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float*
   __m512i fields[4];
   tile_fields(packed, bits, fields);
   if (bits <= 4) {
-    // Rows of the table hold at least 2^bits levels; the rest of the vector is never asked for.
+    // Rows of the table hold at least 2^bits levels; the rest of the vector is never selected.
     const __m512 levels = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << (1u << bits)) - 1), lut);
     for (int f = 0; f < 4; ++f)
       for (int j = 0; j < 4; ++j) {
@@ -97,7 +97,7 @@ inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float*
 
 // Where the pages of one head of a sequence are.
 struct HeadPages {
-  // One of their parts, (pages, …): that of the first page, null if pages have none, and its bytes a page.
+  // One of their parts, (pages, …): its address in the first page, null if pages have none, and its bytes a page.
   struct Part {
     const char* first = nullptr;
     std::size_t bytes = 0;
@@ -123,7 +123,7 @@ struct HeadPages {
     return reinterpret_cast<const Number*>(part.first + (page_at ? page_at[page] : static_cast<std::int64_t>(page * part.bytes)));
   }
 
-  // Says that pages from `first` on will be read.
+  // Adds pages from `first` on to what is to be prefetched.
   void expect(Ahead& ahead, std::size_t first, std::size_t pages) const {
     for (const Part* part : {&scale, &offset, &centre, &channel_scale, &plain, &code})
       for (std::size_t page = first; part->first && page < first + pages; ++page) ahead.expect(find<char>(*part, page), part->bytes);
@@ -151,8 +151,8 @@ class Page {
         scale_(offset_ + padded(size_ * side.groups)),
         centre_(scale_ + padded(size_ * side.groups)),
         channel_scale_(centre_ + width_) {
-    // Channels beyond the last count as if they had these. What a side lacks gets its numbers where it is unfolded, but for
-    // scales, which are always read.
+    // Channels beyond the last get these numbers. Parts that a side lacks are filled in `make_scratch`, except scales, which are
+    // always read.
     std::fill(scale_, centre_, 1.0f);
     if (side.centre) std::fill(centre_ + side.centre_dim, channel_scale_, 0.0f);
     if (side.channel_scale) std::fill(channel_scale_ + side.centre_dim, channel_scale_ + width_, 1.0f);
@@ -187,7 +187,7 @@ class Page {
         scratch_[(side_.shape.head_dim + c) * size_ + t] = from_half(plain_[t * side_.plain_dim + c]);
   }
 
-  // Takes a page. Its numbers stay where they are, but for those that have to be put in another order or need others after them.
+  // Takes a page. Its numbers are read in place, except those that must be reordered or padded.
   void find(const HeadPages& pages, std::size_t page) {
     code_ = pages.find<std::uint8_t>(pages.code, page), plain_ = pages.find<std::uint16_t>(pages.plain, page);
     if (side_.scale && side_.scale_dtype == Dtype::float32)
@@ -204,14 +204,14 @@ class Page {
     return halves ? load_some(Dtype::float16, halves, i, kLanes) : load(floats + i);
   }
 
-  // Numbers of (token, group), or null if they are floats of (group, token) now.
+  // Numbers of (token, group), or null if they were copied to `floats` as (group, token).
   const std::uint16_t* in_order(const std::uint16_t* halves, float* floats) const {
     if (!halves || side_.groups == 1) return halves;
     spread(halves, floats);
     return nullptr;
   }
 
-  // Numbers of channels, or null if they are floats now, after which others stand.
+  // Numbers of channels, or null if they were copied to `floats`, where padding follows them.
   const std::uint16_t* whole(const std::uint16_t* halves, float* floats) const {
     if (!halves || side_.centre_dim == width_) return halves;
     from_halves(halves, side_.centre_dim, floats);
@@ -237,10 +237,10 @@ class Page {
     if (!side_.channel_scale) std::fill(channel_scale_, channel_scale_ + width_, 1.0f);
   }
 
-  // Where the scales of a tile's channels are.
+  // Where the scales of a tile's channels begin.
   std::size_t group_of(std::size_t tile) const { return side_.group_of_tile ? side_.group_of_tile[tile] * size_ : 0; }
 
-  // Tiles of codes whose lanes are tokens, as they are for keys; values that are a view of keys are turned.
+  // Tiles of codes whose lanes are tokens, as they are for keys; values that are a view of keys are transposed.
   void token_lanes(const std::uint8_t* code) {
     const bool simple = !side_.channel_scale && !side_.offset;
     for (std::size_t first = 0; first < size_; first += kTile, code += side_.skipped_bytes)

@@ -1,5 +1,5 @@
-// Attention of many sequences at once, each with its pages anywhere in a pool and its unfinished page dense in a slot of a
-// side buffer: what an engine that schedules requests asks for. kvfold/attention/pool.py says what a query reads.
+// Attention of many sequences at once, for engines that schedule requests. Each sequence has its pages anywhere in a pool and
+// its unfinished page dense in a slot of a side buffer. kvfold/attention/pool.py says what a query reads.
 #pragma once
 
 #include <algorithm>
@@ -30,14 +30,14 @@ struct TokenRows {
 
 // One sequence's part of a step.
 struct PagedRow {
-  std::int64_t first;      // of its new tokens, in the batch
-  std::int64_t count;      // of its new tokens
-  std::int64_t length;     // with them
-  std::int64_t tail;       // slot of the tokens before, of the page that the first new token joins; -1 if there are none
-  std::int64_t next_tail;  // slot for what is left of the last page; -1 if nothing is
+  std::int64_t first;      // place of its first new token in the batch
+  std::int64_t count;      // new tokens
+  std::int64_t length;     // all its tokens
+  std::int64_t tail;       // slot of the older tokens in the page that the first new token joins; -1 if there are none
+  std::int64_t next_tail;  // slot for the tokens of the unfinished last page; -1 if there are none
 };
 
-// What a step is for all layers that share pages and tails.
+// A step, the same for all layers that share pages and tails.
 class PagedStep {
  public:
   // `page_at` has `width` entries for each row.
@@ -48,8 +48,8 @@ class PagedStep {
         starts_.push_back(t / size_ * size_), stops_.push_back(t + 1);
   }
 
-  // Attention by `kernel`, out of (tokens, heads, value_dim); false, and no output, if a query is not finite. New tokens of
-  // unfinished pages go to their slots.
+  // Attention by `kernel` into `out`, (tokens, heads, value_dim). Returns false, without output, if a query is not finite. New
+  // tokens of unfinished pages go to their slots.
   template <typename Kernel>
   bool attend(const PagedLayer& layer, Kernel kernel, const TokenRows& query, const TokenRows& key, const TokenRows& value,
               float* out, int threads) const {
@@ -94,7 +94,7 @@ class PagedStep {
   }
 
  private:
-  // Copies what new tokens leave of unfinished pages into their slots.
+  // Copies new tokens of unfinished pages into their slots.
   void keep(const TokenRows& from, char* tails, std::size_t heads, std::size_t bytes, std::size_t item) const {
     for (const PagedRow& row : rows_) {
       if (row.next_tail < 0) continue;
@@ -112,7 +112,7 @@ class PagedStep {
   std::vector<std::int64_t> page_at_;
   std::size_t width_;
   std::int64_t size_;
-  std::vector<std::int64_t> starts_, stops_;  // of each query: of its own page, and after itself
+  std::vector<std::int64_t> starts_, stops_;  // of each query: the start of its own page, and its end of reading
 };
 
 }  // namespace kvfold

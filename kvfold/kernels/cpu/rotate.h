@@ -139,7 +139,7 @@ class Rotator {
     apply(q, y, batch, head);
   }
 
-  // R⁻¹·y, which may change y.
+  // x = R⁻¹·y; y may change.
   void invert(float* y, float* x, std::size_t batch, std::size_t head) {
     switch (rotation_.kind) {
       case RotationKind::order: {
@@ -166,7 +166,7 @@ class Rotator {
     return rotation_.order + batch * rotation_.order_batch + head * rotation_.order_head;
   }
 
-  // What makes a block's transform orthogonal.
+  // The factor that makes a block's transform orthogonal.
   float unit() const { return 1.0f / std::sqrt(static_cast<float>(rotation_.power)); }
 
   // Q ⊗ I, or its transpose, over blocks of `power`.

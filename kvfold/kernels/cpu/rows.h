@@ -18,8 +18,8 @@ using GivenSpan = std::tuple<nb::object, nb::object, std::size_t, std::int64_t, 
 // One byte a position: strides in bytes from row to row, head to head and query to query, and how many positions.
 using MaskAt = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::int64_t>;
 
-// Brings down where each query stops to the last position that a mask lets it see anywhere. Whether that is all that the mask says, as
-// for causal ones.
+// Lowers each query's stop to the end of what a mask lets it see in any row or head. Returns whether that is all that the mask
+// says, as for causal ones.
 bool stops(const MaskAt& mask, std::size_t batch, std::size_t heads, std::vector<std::int64_t>& stop) {
   const auto [at, by_row, by_head, by_query, columns] = mask;
   bool all = true;
@@ -40,13 +40,13 @@ bool stops(const MaskAt& mask, std::size_t batch, std::size_t heads, std::vector
   return all;
 }
 
-// Batch rows that hold equally many tokens, as attention reads them while nothing of theirs moves: the `read` are all that the
-// sides and rotations point to.
+// Batch rows that hold equally many tokens, as attention reads them while none of their tensors moves. `read`: all tensors that
+// the sides and rotations point to.
 struct Rows : kvfold::Addresses {
   Kernels kernels;
   OwnedSide own_keys, own_values;  // the sides' tables of bits and groups
   kvfold::Attention common;
-  std::size_t page_rows;  // of pages; 0 if there are none
+  std::size_t page_rows;  // batch rows of pages; 0 if there are no pages
   Rows(const std::string& isa, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
        const kvfold::Rotation& of_values, std::size_t rows, std::size_t heads, std::size_t key_channels, std::size_t value_channels,
        std::int64_t pages_first, std::vector<nb::object> read)
@@ -57,7 +57,7 @@ struct Rows : kvfold::Addresses {
   }
   Rows(const Rows&) = delete;  // its sides point into it
 
-  // Dense tokens at consecutive positions, and whether they are read from the first on, or from where a query stops to read folded ones.
+  // Dense tokens at consecutive positions. from_first: whether a query reads them all, or only those after its last folded one.
   struct Given {
     kvfold::Numbered key, value;
     std::size_t place;
@@ -66,8 +66,8 @@ struct Rows : kvfold::Addresses {
     bool from_first;
   };
 
-  // `reach`: positions that each query reads folded up to, and reads up to at all. `outs` has the queries' dtype. Whether the queries
-  // are finite; none, and no output, if kernels do not take a tensor as it lies or one does not fit.
+  // `reach`: positions up to which each query reads folded tokens, then those up to which it reads any. `outs` has the queries'
+  // dtype. Returns whether queries are finite; nullopt, without output, if a tensor does not fit or cannot be used in place.
   std::optional<bool> attend(nb::handle queries, nb::handle outs, float scaling, std::size_t pages,
                              const std::vector<std::int64_t>& reach, const std::optional<GivenSpan>& sinks,
                              const std::optional<GivenSpan>& dense, const std::optional<MaskAt>& mask, float softcap,
@@ -77,7 +77,7 @@ struct Rows : kvfold::Addresses {
     return attend(queries, outs, scaling, pages, reach, *given, mask, softcap, sink_logits, threads);
   }
 
-  // None if kernels do not take a tensor as it lies.
+  // nullopt if kernels cannot use a tensor in place.
   static std::optional<std::vector<Given>> as_given(const std::optional<GivenSpan>& sinks, const std::optional<GivenSpan>& dense) {
     std::vector<Given> given;
     for (const auto* span : {&sinks, &dense}) {

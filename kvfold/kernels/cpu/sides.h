@@ -1,4 +1,4 @@
-// What each instruction set has compiled, and sides of pages by the addresses of torch tensors.
+// Kernels by instruction set, and sides of pages by the addresses of torch tensors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -91,7 +91,7 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-// What is compiled for each instruction set.
+// The kernels of one instruction set.
 struct Kernels {
   bool (*attend)(const kvfold::Attention&);
   bool (*in_integers)(const kvfold::Side&);

@@ -1,12 +1,12 @@
-// Single tokens: into pages, as kvfold/kernels/cpu/tokens.py folds them, or into rows that attention reads right after.
+// Appends single tokens: to pages, for kvfold/kernels/cpu/tokens.py, or to rows that attention reads right after.
 #pragma once
 
 #include "rows.h"
 
 namespace {
 
-// Pages of one side of a stream whose tokens fold one by one: how a token is coded, and where pages are, with strides in bytes
-// of codes and in numbers of scales. Addresses and strides are those of torch tensors that the caller keeps alive.
+// Pages of one side, for tokens that fold one by one: how a token is coded, and where pages are. Strides of codes are in bytes,
+// of scales in numbers. Addresses and strides are those of torch tensors that the caller keeps alive.
 struct TokenSide {
   kvfold::Fold fold;  // of 16 slots
   std::uint8_t* code;
@@ -32,7 +32,8 @@ struct Token {
   const TokenSide* side;
 };
 
-// Folds tokens into a free slot of each side's page `page`. False, with nothing changed, if a number or a scale is not finite then.
+// Folds tokens into a free slot of each side's page `page`. Returns false, with nothing changed, if a rounded number or a scale
+// is not finite.
 bool fold_tokens(const Kernels& kernels, const std::vector<Token>& tokens, std::size_t batch, std::size_t heads, std::size_t page,
                  std::size_t slot) {
   constexpr std::size_t kTile = kvfold::kTile;
@@ -78,7 +79,7 @@ bool fold_tokens(const Kernels& kernels, const std::vector<Token>& tokens, std::
   return true;
 }
 
-// As `fold_tokens`; false also if kernels do not take a tensor as it lies.
+// As `fold_tokens`; also false if kernels cannot use a tensor in place.
 bool fold_token(const std::string& isa, const std::vector<std::tuple<nb::object, int, const TokenSide*>>& sides, std::size_t batch,
                 std::size_t heads, std::size_t page, std::size_t slot) {
   std::vector<Token> tokens;
@@ -90,9 +91,9 @@ bool fold_token(const std::string& isa, const std::vector<std::tuple<nb::object,
   return fold_tokens(find(isa), tokens, batch, heads, page, slot);
 }
 
-// Rows as single tokens join them, from one length up to another, while nothing else of theirs changes: a token is appended, and its
-// queries are answered, with no other look at the rows. It joins a tail, or folds into the last page by `folds`. The `read` are all
-// that this points to beside the rows' own.
+// A fast path for rows that single tokens extend, from one length up to another, while nothing else of the rows changes. It
+// appends a token and answers its query without another look at the rows. The token joins the tail, or folds into the last page
+// by `folds`. `read`: all tensors that this points to beside the rows' own.
 class Step : public kvfold::Addresses {
  public:
   using Fold = std::pair<int, const TokenSide*>;  // the dtype that tokens are rounded to, and where they fold
@@ -109,8 +110,8 @@ class Step : public kvfold::Addresses {
     require(has_tail_ || folds_.size() == 2, "a step needs somewhere for keys and values to go");
   }
 
-  // Whether a token was appended to rows of so many. If not, nothing has changed: it is not finite, does not fit or lies otherwise, there
-  // is more to do than to append it, or the rows are not as they were.
+  // Appends a token to rows of `length` tokens. Returns false, with nothing changed, if it is not finite, its shape or layout
+  // does not fit, more is to do than to append it, or the rows are not as they were.
   bool append(nb::handle keys, nb::handle values, std::int64_t length) {
     if (length != length_ || length >= until_ || moved() || rows_.moved()) return false;
     const auto key = kvfold::numbers_of(keys), value = kvfold::numbers_of(values);
@@ -139,14 +140,14 @@ class Step : public kvfold::Addresses {
     return true;
   }
 
-  // As `Rows::attend`, for the newest token of rows of so many; none, too, if they are not as they were.
+  // As `Rows::attend`, for the newest token of rows of `length` tokens; also nullopt if they are not as they were.
   std::optional<bool> attend(nb::handle query, nb::handle out, std::int64_t length, float scaling, float softcap, int threads) const {
     if (length != length_ || moved() || rows_.moved()) return {};
     return rows_.attend(query, out, scaling, pages_, {has_tail_ ? given_.back().first : length_, length_}, given_, {}, softcap, 0, threads);
   }
 
  private:
-  // Whether a cache that keeps one dtype takes another for it: `LayerCache` keeps 16 bits of float32, unless it was told what to keep.
+  // Whether a cache that keeps dtype `kept` takes tokens of `given`: `LayerCache` keeps float32 as float16 by default.
   static bool is_kept_as(kvfold::Dtype kept, kvfold::Dtype given) {
     return given == kept || (given == kvfold::Dtype::float32 && kept == kvfold::Dtype::float16);
   }

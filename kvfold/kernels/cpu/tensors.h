@@ -1,5 +1,5 @@
-// Tensors of torch as kernels see them, asked of torch itself: attributes in Python cost a decoding step more, as code and what it
-// looks at have to come from memory again once a layer's weights have passed through the caches.
+// Torch tensors as kernels see them, described by torch's C functions. Python attributes would cost a decoding step more: each
+// layer's weights evict their code and data from the caches, so both have to come from memory again.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,11 +39,11 @@ struct Torch {
 };
 
 inline const Torch& torch() {
-  static const Torch& known = *new Torch;  // Python may be gone before statics are
+  static const Torch& known = *new Torch;  // never destroyed, as Python may end before statics do
   return known;
 }
 
-// What a tensor is, for as long as nothing happens to it; none if it has no memory of its own, or is no tensor of torch.
+// Describes a tensor, for as long as it is not changed; nullopt if it has no memory of its own, or is no tensor of torch.
 inline std::optional<nb::dlpack::dltensor> described(nb::handle tensor) {
   nb::dlpack::dltensor seen;
   if (!PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(torch().tensor.ptr()))) return {};
@@ -74,7 +74,7 @@ struct Numbered : Numbers {
   }
 };
 
-// None if kernels do not take a tensor as it lies.
+// nullopt if kernels cannot use a tensor in place.
 inline std::optional<Numbered> numbers_of(nb::handle tensor) {
   const auto seen = described(tensor);
   if (!seen || seen->ndim != 4 || seen->device.device_type != nb::device::cpu::value || !seen->data) return {};
@@ -82,7 +82,7 @@ inline std::optional<Numbered> numbers_of(nb::handle tensor) {
   if (!dtype || (seen->strides[3] != 1 && seen->shape[3] > 1)) return {};
   const nb::object negative = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), torch().is_neg.ptr()));
   if (!negative) PyErr_Clear();
-  if (negative.ptr() != Py_False) return {};  // its numbers have to change their signs yet
+  if (negative.ptr() != Py_False) return {};  // a lazy negation is still to be applied
   Numbered numbers;
   numbers.data = seen->data, numbers.dtype = *dtype;
   numbers.batch = seen->strides[0], numbers.head = seen->strides[1], numbers.token = seen->strides[2];

@@ -1,4 +1,4 @@
-// Planes of a tile and back: kvfold/quant/packing.py describes the layout.
+// Tiles to bit planes and back: kvfold/quant/packing.py describes the layout.
 #pragma once
 
 #include <cstddef>

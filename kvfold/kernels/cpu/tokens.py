@@ -1,4 +1,4 @@
-"""One token into pages that have room for it, for formats that fold token by token."""
+"""Folding one token into pages that have room for it, for formats that fold token by token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class TokenFolder:
         self.sides = [_side(stream) for stream in streams]
 
     def has_moved(self) -> bool:
-        """Whether a tensor has other memory by now, as `share_memory_` gives it: then this folder is of no more use."""
+        """Whether a tensor's memory has moved, as by `share_memory_`; then this folder must not be used any more."""
         return self._addresses.moved()
 
     def fold(self, x: Sequence[Tensor], dtypes: Sequence[torch.dtype], page: int, slot: int) -> bool:
@@ -76,9 +76,9 @@ class TokenFolder:
         x
             For each stream, floating point, (batch, heads, 1, dim).
         dtypes
-            For each stream, what numbers are rounded to before they are folded.
+            For each stream, the dtype that numbers are rounded to before they are folded.
         page, slot
-            Where; its codes and scales are 0.
+            The free slot to fold into; its codes and scales are 0.
 
         Returns
         -------
@@ -89,7 +89,7 @@ class TokenFolder:
         Raises
         ------
         ValueError
-            On tokens of another shape, or a place that there is not.
+            On tokens of another shape, or a page or slot that does not exist.
         """
         pages, slots = self._room
         if not (0 <= page < pages and 0 <= slot < slots):

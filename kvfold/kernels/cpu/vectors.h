@@ -1,5 +1,5 @@
-// Vectors of 16 floats, as the compiler's own type, so that it splits them as the machine needs. Compiled once for each
-// instruction set, like all that includes it with KVFOLD_ISA set.
+// Vectors of 16 floats in the compiler's vector type, which it splits as the machine needs. Compiled once for each
+// instruction set, like all files that include it with KVFOLD_ISA set.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-// Bytes of a register, and how many query rows by lanes stay in registers as sums, together.
+// Bytes of a register, and the block of sums, query rows by lanes, that stays in registers.
 #if defined(__AVX512F__)
 constexpr std::size_t kRegister = 64, kRows = 6, kWide = 4 * kLanes;
 #elif defined(__AVX2__)
@@ -43,14 +43,14 @@ typedef float Register __attribute__((vector_size(kRegister)));
 typedef float Four __attribute__((vector_size(16)));
 typedef std::int32_t Ints __attribute__((vector_size(64)));
 
-// Floats on a cache line's boundary: zeros, or whatever lay there. Ours, as a library's templates would be shared with code
+// Floats on a cache line's boundary, filled or uninitialised. No library's container: its templates would be shared with code
 // that was compiled for other instruction sets.
 class Buffer {
  public:
   explicit Buffer(std::size_t size = 0, float value = 0.0f) : Buffer(unset(size)) {
     for (std::size_t i = 0; i < size; ++i) data_[i] = value;
   }
-  // By malloc, which has what was freed last at hand, and not by aligned_alloc, which has not.
+  // By malloc, which reuses what was freed last; aligned_alloc does not.
   static Buffer unset(std::size_t size) {
     Buffer made(size, Unset{});
     if (!size) return made;
@@ -92,7 +92,7 @@ inline Vec all(float x) { return Vec{} + x; }
 
 #define KVFOLD_EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 
-// Exchanges lanes with the Step bit set of each vector for lanes without it of the vector that is Step on.
+// Swaps the lanes of each vector that have the Step bit set with the lanes of the vector Step further on that do not.
 template <int Step>
 inline void exchange(Vec (&lines)[kLanes]) {
 #define KVFOLD_LOW(lane) ((lane) & Step ? 16 + (lane) - Step : (lane))
@@ -111,7 +111,7 @@ inline void transpose(Vec (&lines)[kLanes]) {
   exchange<1>(lines), exchange<2>(lines), exchange<4>(lines), exchange<8>(lines);
 }
 
-// e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; below -87 next to nothing, or nothing. Not for NaN.
+// e^x for x ≤ 0, within 1e-7 · (2 + |x|) of itself; below -87 almost 0, or 0. Not for NaN.
 KVFOLD_INLINE Vec exp_vec(Vec x) {
 #ifdef __AVX512F__
   const __m512 t = _mm512_mul_ps(__m512(x), _mm512_set1_ps(1.44269504f));
@@ -160,7 +160,7 @@ inline float largest(Vec v) {
   return most;
 }
 
-// What `combine` makes of the lanes of each of four vectors.
+// Reduces the lanes of each of four vectors by `combine`.
 template <typename Combine>
 KVFOLD_INLINE Four reduce_four(const Vec (&of)[kBlock], Combine combine) {
   const auto pair = [&](Vec a, Vec b) KVFOLD_LAMBDA {
@@ -178,7 +178,7 @@ KVFOLD_INLINE Four sum_four(const Vec (&of)[kBlock]) {
   return reduce_four(of, [](Vec a, Vec b) KVFOLD_LAMBDA { return a + b; });
 }
 
-// c[Rows][Lanes] (+)= a[Rows][depth] · b[depth][Lanes]. In registers by name: compilers keep sums of wider vectors in memory.
+// c[Rows][Lanes] (+)= a[Rows][depth] · b[depth][Lanes]. Sums are Registers: compilers keep sums of wider vectors in memory.
 template <std::size_t Rows, std::size_t Lanes, bool Add>
 void multiply_block(std::size_t depth, const float* a, std::size_t a_row, const float* b, std::size_t b_row, float* c,
                     std::size_t c_row) {
@@ -226,7 +226,7 @@ void multiply(std::size_t rows, std::size_t depth, std::size_t width, const floa
   }
 }
 
-// Calls visit(i) for constants i from 0 to Count - 1. What it indexes by them stays in registers, which that of a loop does not.
+// Calls visit(i) for constants i from 0 to Count - 1. Arrays indexed by constants stay in registers; by a loop's variable, not.
 template <std::size_t Count, typename Visit>
 KVFOLD_INLINE void each(Visit visit) {
   [&]<std::size_t... i>(std::index_sequence<i...>) __attribute__((always_inline)) {

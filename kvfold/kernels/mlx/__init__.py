@@ -2,7 +2,7 @@
 
 from kvfold.kernels.mlx.blas import lend_torchs
 
-lend_torchs()  # before MLX is loaded, or it has found its own
+lend_torchs()  # before MLX is loaded: afterwards it has found its own BLAS
 
 try:
     import mlx.core as mx

@@ -13,16 +13,16 @@ DTYPES = {
     mx.float32: torch.float32, mx.float16: torch.float16, mx.bfloat16: torch.bfloat16, mx.uint8: torch.uint8,
     mx.int16: torch.int16, mx.int32: torch.int32, mx.int64: torch.int64,
 }  # fmt: skip
-"""torch's dtype of each of MLX's that a cache holds."""
+"""torch's dtype for each MLX dtype that a cache holds."""
 
 _COPIES = WeakIdKeyDictionary()
 
 
 def to_torch(x: mx.array) -> Tensor:
-    """The elements of an array, computed if they have not been yet; memory is shared, so nobody may write there.
+    """An array as a tensor, evaluated if it has not been yet. Memory is shared, so the tensor must not be written to.
 
-    An MLX array may be a view with strides of its own, as `transpose` leaves one, and whoever reads its buffer gets
-    elements in another order: seed 002's bug. It is laid out anew first.
+    An MLX array may be a strided view, as `transpose` returns. Its raw buffer then has the elements in another order (a
+    bug of sanctum-mlx), so the array is made contiguous first.
     """
     x = mx.contiguous(x)
     bits = x.view(mx.uint16) if x.dtype == mx.bfloat16 else x  # NumPy has no bfloat16
@@ -39,7 +39,7 @@ def to_mlx(t: Tensor) -> mx.array:
 
 
 def table(t: Tensor) -> mx.array:
-    """A table that nobody changes, as an array: copied once, and gone with its original."""
+    """A constant table as an array; the copy is made once, and freed with the original."""
     if t not in _COPIES:
         _COPIES[t] = to_mlx(t)
     copy: mx.array = _COPIES[t]
@@ -47,5 +47,5 @@ def table(t: Tensor) -> mx.array:
 
 
 def copies_of(tables: Iterator[Tensor]) -> list[mx.array]:
-    """What `table` copied of some."""
+    """The copies that `table` made of these tables."""
     return [_COPIES[t] for t in tables if t in _COPIES]

@@ -19,11 +19,11 @@ LENT = Path(module.__file__).parent / "liblent_blas.so"
 
 @cache
 def lend_torchs() -> bool:
-    """Let MLX multiply float32 matrices by torch's BLAS; whether it will.
+    """Let MLX multiply float32 matrices by torch's BLAS; returns whether it will.
 
-    Its wheels for Linux bring netlib's reference implementation, which is many times slower. Nothing happens on other
-    systems, where MLX has Apple's, or where torch's library does not show its `sgemm_`. Products of 16-bit matrices are
-    MLX's own on a CPU, and as slow. It is too late once MLX is loaded.
+    MLX's wheels for Linux bring netlib's reference implementation, which is many times slower. Nothing happens on other
+    systems, where MLX has Apple's BLAS, or where torch's library does not export `sgemm_`. On a CPU MLX multiplies
+    16-bit matrices by its own code, which stays as slow. Call it before MLX is loaded: later it has no effect.
     """
     if sys.platform == "linux" and sys.modules.get("mlx.core") is not None:
         logger.warning(

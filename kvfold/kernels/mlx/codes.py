@@ -1,4 +1,4 @@
-"""Codes of pages as levels, in MLX: what `kvfold.quant.packing` is in torch."""
+"""Unpacking the codes of pages in MLX: the counterpart of `kvfold.quant.packing`."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ def unpack_levels(
     lut
         Levels of each channel group: float32, (⌈head_dim/16⌉, levels).
     kinds
-        Of each channel group: the first that has the same bits and levels (`PageForm.kinds`).
+        For each channel group, the first group with the same bits and levels (`PageForm.kinds`).
     page_size, head_dim, bits, lanes
         As `kvfold.quant.packing.unpack_levels` has them.
 
@@ -56,7 +56,7 @@ def unpack_levels(
 
 
 def _runs(kinds: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Channel groups from each start to stop that follow each other and are of one kind."""
+    """Runs of consecutive channel groups of one kind, as (start, stop)."""
     start = 0
     for group in range(1, len(kinds) + 1):
         if group == len(kinds) or kinds[group] != kinds[start]:

@@ -2,7 +2,7 @@
 //
 // A threadgroup takes the query heads of one KV head through its share of the pages. A thread is a token while scores
 // are made, then a channel while values are summed. What follows `---` is the body of the kernel; MLX writes its
-// signature, in which inputs of few elements are `constant` and others `device`: no pointer is taken to such a one.
+// signature, in which inputs of few elements are `constant` and others `device`, so no pointer to a small input is taken.
 // Constants that start with K_ and V_ are of keys and values and come before this text.
 
 // Codes of one lane of a 16 x 16 tile, 16 steps; kvfold/quant/packing.py says where bits lie.

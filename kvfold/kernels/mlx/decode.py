@@ -1,4 +1,4 @@
-"""Decoding over folded pages in one Metal kernel; `kvfold.attention.mlx` with plain operations is its truth."""
+"""Decoding over folded pages in one Metal kernel; `kvfold.attention.mlx` with plain operations is its reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def why_not(bits: Sequence[int], groups: Sequence[int], unit_levels: bool, plain
 
 
 def fits(repeat: int, key_dim: int, page_size: int) -> bool:
-    """Whether the queries that share a KV head find room in a threadgroup's memory."""
+    """Whether the queries that share a KV head fit into a threadgroup's memory."""
     return repeat <= MOST_REPEAT and 4 * repeat * (key_dim + page_size + SIMD) <= MOST_SHARED
 
 
@@ -76,13 +76,13 @@ def decode(
     pages
         Pages that the tokens lie in.
     kernel
-        What makes a kernel, in the place of `mx.fast.metal_kernel`: for tests.
+        Makes the kernel instead of `mx.fast.metal_kernel`; for tests.
 
     Returns
     -------
     tuple of mx.array
         Of each part of the context: the highest score and Σ exp(score − highest), (batch, kv_heads, repeat, parts), and
-        the sum of values weighted so, in rotated coordinates, (batch, kv_heads, repeat, parts, code_dim).
+        the sum of values with these weights, in rotated coordinates, (batch, kv_heads, repeat, parts, code_dim).
     """
     batch, kv_heads, repeat, _ = q.shape
     splits = max(1, min(MOST_SPLITS, pages // FEWEST_PAGES))
@@ -103,7 +103,7 @@ def decode(
 
 
 def _constants(keys: Side, values: Side, repeat: int) -> str:
-    """What the kernel is compiled for, in Metal."""
+    """The constants that the kernel is compiled with, as Metal source."""
     numbers: dict[str, int] = {
         "THREADS": THREADS, "SIMDGROUPS": THREADS // SIMD, "REPEAT": repeat, "PAGE": keys.page_size,
         "CHANNELS": -(-values.dim // THREADS),
@@ -127,7 +127,7 @@ def _constants(keys: Side, values: Side, repeat: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-@cache  # MLX compiles each anew
+@cache  # MLX would compile again at each call
 def _kernel(constants: str, make: Callable[..., Any]) -> Any:
     """The kernel that is compiled for these constants."""
     helpers, body = (files(__package__) / "decode.metal").read_text().split("\n---\n")

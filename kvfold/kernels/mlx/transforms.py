@@ -1,4 +1,4 @@
-"""R of the page form on MLX arrays: what `kvfold.quant.transforms` is in torch."""
+"""R of the page form on MLX arrays: the counterpart of `kvfold.quant.transforms`."""
 
 from torch import Tensor
 

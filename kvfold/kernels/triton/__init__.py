@@ -1,6 +1,6 @@
 """Triton kernels for GPUs: codes.py reads and writes codes, pages.py reads pages, attend.py attends, fold.py folds.
 
-They run on whatever Triton compiles for, and with TRITON_INTERPRET=1 on a CPU, to be tested.
+They run on whatever Triton compiles for and, for tests, on a CPU with TRITON_INTERPRET=1.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
-    """`launch` where its first argument is: Triton launches on the current device, wherever tensors are."""
+    """`launch` on the device of its first argument: Triton launches on the current device, wherever tensors are."""
 
     @wraps(launch)
     def launched(*args: P.args, **kwargs: P.kwargs) -> T:

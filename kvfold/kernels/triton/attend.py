@@ -1,7 +1,7 @@
 """Attention over folded pages and the dense tokens around them; kvfold/attention/reference.py has the formula.
 
 A program takes up to ROWS rows (query heads times new tokens) of one sequence and KV head, and a part of the context:
-its rows share each page that it reads. What the parts found is put together in order, so the same inputs give the
+its rows share each page that it reads. The parts' states are combined in a fixed order, so the same inputs give the
 same outputs.
 """
 
@@ -22,7 +22,7 @@ def _rows(first, count, sequence, head, REPEAT: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _weigh(scores, visible, maximum, softcap, SOFTCAP: tl.constexpr):
     """Unnormalised probabilities, the new maximum, and the factor on older sums."""
-    scores += 0 * scores  # an infinity becomes NaN, which shows
+    scores += 0 * scores  # an infinity becomes NaN, which reaches the output
     if SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     scores = tl.where(visible, scores, float("-inf"))
@@ -33,7 +33,7 @@ def _weigh(scores, visible, maximum, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _unmasked(mask, by_sequence, by_head, by_query, columns, sequence, head, query, position, visible):
-    """`visible` where the mask lets a query look."""
+    """`visible` where the mask lets a query read."""
     at = sequence.to(tl.int64) * by_sequence + head.to(tl.int64) * by_head + query.to(tl.int64) * by_query
     inside = visible & (position[None, :] < columns)
     return inside & (tl.load(mask + at[:, None] + position[None, :], mask=inside, other=0) != 0)

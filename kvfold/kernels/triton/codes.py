@@ -1,4 +1,4 @@
-"""Pages read and written where they lie: what kvfold/quant/packing.py packs and kvfold/formats/page.py unfolds."""
+"""Reading and writing the codes of pages in place, in the layout of kvfold/quant/packing.py."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Shape:
-    """What kernels know of one side's pages when they are compiled.
+    """Compile-time constants of one side's pages (keys or values).
 
-    A unit is a page of one head. Units lie one after the other, each part of a page at a stride of its own.
+    A unit is a page of one head. Units lie one after the other; each part of a page has its own stride.
 
     Attributes
     ----------
@@ -21,11 +21,11 @@ class Shape:
     runs
         Groups with equal bits and levels: (the first, how many: a power of two, bits, the sum of bits before).
     planes
-        Widths of planes that occur, added up.
+        The sum of the plane widths that occur: a bit mask.
     even
         Bits of every group; 0 if groups differ in bits or levels.
     token_lanes
-        Whether lanes are tokens: those of keys are, and of values that are a view of keys.
+        Whether lanes are tokens, as for keys and for values that are a view of keys.
     levels
         Entries of each group's table.
     groups
@@ -35,7 +35,7 @@ class Shape:
     unit_levels
         Whether levels of a token are brought to length 1.
     code, scale, offset, centre, plain
-        From unit to unit: words of 32 bits for codes, elements for the others.
+        Strides from unit to unit: in 32-bit words for codes, in elements for the others.
     """
 
     page_size: int
@@ -60,7 +60,7 @@ class Shape:
 
 @triton.jit
 def _word(tile, bits, inside, WIDTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr):
-    """The word of a lane in vector VECTOR of the plane of WIDTH bits, `tile` where the lane's words begin."""
+    """The word of a lane in vector VECTOR of the plane of WIDTH bits; `tile` is where the lane's words begin."""
     if EVEN > 0:
         return tl.load(tile + 8 * (EVEN // (2 * WIDTH) * (2 * WIDTH)) + 16 * VECTOR, mask=inside, other=0)
     has = inside & (bits // WIDTH % 2 == 1)
@@ -69,7 +69,7 @@ def _word(tile, bits, inside, WIDTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: t
 
 @triton.jit
 def _plane(first, second, third, fourth, shift, bits, WIDTH: tl.constexpr):
-    """16 steps of a plane from the words of their four fields, (A, B, 16), at their place in the code."""
+    """16 steps of a plane, (A, B, 16), from the words of their four fields, shifted to their place in the code."""
     words = tl.join(tl.join(first, third), tl.join(second, fourth))
     words = tl.join(tl.join(words, words), tl.join(words, words))  # each thread has all steps of its words
     steps = tl.reshape(words, (first.shape[0], first.shape[1], 16)) >> shift[None, None, :]
@@ -78,9 +78,9 @@ def _plane(first, second, third, fourth, shift, bits, WIDTH: tl.constexpr):
 
 @triton.jit
 def _look_up(table, code):
-    """table[code] of (A, B, 2, …): in parts (A, B), as one load of all would have other threads look up."""
+    """table[code] of (A, B, 2, …), by a load for each part (A, B): one load would leave look-ups to other threads."""
     a, b = tl.split(code)
-    if len(code.shape) == 3:  # the compiler goes on after a return, so: else
+    if len(code.shape) == 3:  # else, as the compiler goes on after a return
         return tl.join(tl.load(table + a), tl.load(table + b))
     else:
         return tl.join(_look_up(table, a), _look_up(table, b))
@@ -90,8 +90,8 @@ def _look_up(table, code):
 def tile_levels(tile, lane, table, bits, inside, EVEN: tl.constexpr, PLANES: tl.constexpr):
     """lut[code] of tiles (A, B) with one lane each, as (16 · A, B), a tile's steps one after the other.
 
-    Each word is read once. tile: where each tile's words begin; table: each one's levels; bits: of each tile if EVEN
-    is 0, else EVEN; inside: which are there. All but EVEN and PLANES broadcast to (A, B).
+    Each word is read once. tile: where a tile's words begin; table: its levels; bits: its bits if EVEN is 0, else EVEN;
+    inside: whether it exists. All but EVEN and PLANES broadcast to (A, B).
     """
     own = tile + lane
     step = tl.arange(0, 16)

@@ -1,6 +1,6 @@
-"""Folding on GPUs: the kernels behind kvfold/kernels/ops.py, whose truths are in kvfold/quant.
+"""Folding on GPUs: the kernels behind kvfold/kernels/ops.py, whose references are in kvfold/quant.
 
-A page is read once and written as it is stored; what is in between stays in registers.
+A page is read once and written in its stored form; everything in between stays in registers.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def pack(codes: Tensor, bits: Sequence[int], lanes: Lanes) -> Tensor:
 
 
 def _compiled_for(bits: Sequence[int], lanes: Lanes, page_size: int) -> dict[str, Any]:
-    """What `store_codes` is compiled for."""
+    """Compile-time arguments of `store_codes`."""
     return {"PAGE_SIZE": page_size, "TILES": len(bits), "ALL_BITS": sum(bits), "PLANES": reduce(or_, bits),
             "TOKEN_LANES": lanes == "tokens"}  # fmt: skip
 
@@ -83,7 +83,7 @@ def _rotated(x, matrix, at, there, by_token, channel, IN: tl.constexpr, DIM: tl.
 
 @triton.jit
 def _unit(units, page, row, number):
-    """Where a page of a head lies among all: as programs come, or beside the first head's."""
+    """The unit of a page of a head: by the order of programs, or beside the first head's unit."""
     if units is None:
         return page
     else:  # the compiler goes on after a return
@@ -115,7 +115,7 @@ def _fold_rotated(
             middle += tl.sum(_rotated(x, matrix, at, at >= 0, by_token, channel, IN, DIM, STEP), 0)
         stored = (middle / PAGE_SIZE).to(tl.float16)
         tl.store(centre + unit * by_centre + channel, stored, mask=channel < DIM)
-        middle = stored.to(tl.float32)  # from the centre as stored
+        middle = stored.to(tl.float32)  # the centre as stored
     for block in range(0, PAGE_SIZE, BLOCK):
         own = block + offset
         at = number * PAGE_SIZE + own - slot
@@ -125,7 +125,7 @@ def _fold_rotated(
         square = tl.sum(v * v, 1)
         direction = v / tl.maximum(tl.sqrt(square), 1.1754943508222875e-38)[:, None]
         found = tl.zeros([BLOCK, CHANNELS], tl.int32)
-        for i in tl.static_range(BITS):  # how many edges are below
+        for i in tl.static_range(BITS):  # binary search: how many edges are below
             half = 2 ** (BITS - 1 - i)
             found += tl.where(direction > tl.load(edges + found + half - 1), half, 0)
         level = tl.where(real, tl.load(levels + found), 0.0)
@@ -160,7 +160,7 @@ def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot
 
 @on_its_device
 def fold_rotated_into(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int, places: Places) -> None:
-    """`fold_rotated`, each part to its place."""
+    """`fold_rotated`, with each part written to its place."""
     assert how.rule in SCALE_RULES
     check_dim(x, how.transform.matrix)
     matrix, levels = on(x.device, how.transform.matrix), on(x.device, how.levels)
@@ -256,7 +256,7 @@ def fold_channelwise_into(
     x: Tensor, order: Tensor | None, lut: Tensor, bits: Sequence[int], steps: int, lanes: Lanes, page_size: int,
     places: Places,
 ) -> None:  # fmt: skip
-    """`fold_channelwise`, each part to its place."""
+    """`fold_channelwise`, with each part written to its place."""
     check_channelwise(x, order, lut, bits, steps, page_size)
     flat, pages, lut = heads_of(x), x.shape[-2] // page_size, on(x.device, lut)
     (code, by_code), (centre, by_channel), (scale, _) = map(places.of, ("code", "centre", "channel_scale"))

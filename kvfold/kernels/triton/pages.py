@@ -1,7 +1,7 @@
 """Scores and sums over folded pages: kvfold/formats/page.py has the formula x̂ = R⁻¹·(z + a + s · S ⊙ lut[code]).
 
-A program's tokens are few times its query rows, so what a GPU spends on each value counts: a scale of tokens alone goes
-to scores or probabilities, and what values' pages have in common to their sums.
+A program has few query rows to share the work on each value that it reads, so that work counts. A scale of tokens alone
+is therefore applied to scores or probabilities, and what a page's values have in common to their sum.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _score(
     SHAPE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """q·(z + a + s · S ⊙ y) of some channels, levels y (channels, tokens); without s if LATE."""
-    tl.static_assert(offset is None or channel_scale is None)  # z + a + s · S ⊙ y in another order
+    tl.static_assert(offset is None or channel_scale is None)  # or this would not be z + a + s · S ⊙ y
     if SHAPE.groups > 1:
         y = _scaled(y, groups_of, scale, offset, unit, token[None, :], channel[:, None], SHAPE)
     elif not LATE:
