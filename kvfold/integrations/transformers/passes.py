@@ -61,10 +61,12 @@ class Passes:
     @contextmanager
     def touching(self, layer: int, what: object) -> Iterator[None]:
         """Guard a layer that takes a pass's tokens: if it fails, all layers forget the pass."""
-        self._watch(layer, what)
+        watched = not self._under_way.reads_folded  # else `begin` was called; `_watch` is no cheap call in a step
+        if watched:
+            self._watch(layer, what)
         try:
             yield
-            if not self._under_way.reads_folded:
+            if watched:
                 self._watched.touch(layer, what)
         except BaseException:
             self.roll_back()
