@@ -67,10 +67,8 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
     _check(layers)
     dense_only = DENSE_DTYPES.get(format)
     total, tables = 0.0, {}
-    configs = {} if dense_only is not None else layer_configs(layers, Policy(format))
-    for index, layer in enumerate(layers):
-        if index in configs:
-            pair = configs[index].formats_of(*layer.folded_dims)
+    for layer, pair in zip(layers, _formats_of(layers, format), strict=True):
+        if pair is not None:
             total += layer.kv_heads * _folded_bytes(pair, tokens) + 8  # and the row's index
             if pair.awaits_fit:
                 total += _fit_bytes(pair, tokens, layer)
@@ -83,14 +81,21 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
     return ceil(total) + sum(tables.values())
 
 
+def _formats_of(layers: Sequence[LayerShape], format: str) -> list[FormatPair | None]:
+    """The formats of each layer; None where it stays dense."""
+    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format))
+    return [
+        configs[index].formats_of(*layer.folded_dims) if index in configs else None
+        for index, layer in enumerate(layers)
+    ]
+
+
 def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float = 2.0) -> float:
     """Bytes that one more token takes in a long sequence: no windows, no tables."""
     _check(layers)
     total = 0.0
-    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format))
-    for index, layer in enumerate(layers):
-        if index in configs:
-            pair = configs[index].formats_of(*layer.folded_dims)
+    for layer, pair in zip(layers, _formats_of(layers, format), strict=True):
+        if pair is not None:
             total += layer.kv_heads * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
         elif layer.kind != "sliding":
             total += layer.values_per_token * DENSE_DTYPES.get(format, itemsize)

@@ -119,7 +119,7 @@ def _attend(
             softcap=softcap,
             sink_logits=sink_logits,
         )
-        if group.rows.step is None:
+        if new.layer.takes_steps and group.rows.step is None:
             group.rows.step = run.step_of(group.rows)
         if result.shape[0] == query.shape[0] and not skip:  # all rows in one group
             return result if result.dtype == query.dtype else result.to(query.dtype)

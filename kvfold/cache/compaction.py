@@ -7,7 +7,7 @@ into the places that became free.
 import torch
 from torch import Tensor
 
-from kvfold.cache.store import PageStore
+from kvfold.cache.store import PAGE_DIM, PageStore
 from kvfold.formats import Format
 
 
@@ -117,7 +117,7 @@ def _moved_tokens(store: PageStore, index: Tensor) -> PageStore:
             return _at(part.flatten(2, 3), source).unflatten(2, (-1, size))
 
         for name, tensor in form.pack(form.unpack(store.pages(first)).map_tokens(moved_part)).tensors():
-            getattr(held, name).index_copy_(2, pages, tensor)
+            getattr(held, name).index_copy_(PAGE_DIM, pages, tensor)
     if kept % size:
         form.clear(moved.pages(count - 1), kept % size)
     return moved
@@ -138,7 +138,7 @@ def _folded_again(store: PageStore, format: Format, index: Tensor, pages: int) -
     if first < kept:
         x = store.form.unfold(store.pages(first, -(-(int(index.max()) + 1) // size)))
         parts.insert(1, format.fold_from(_at(x, index[..., first * size :] - first * size)))
-    whole = parts[0].map_named(lambda name, _: torch.cat([getattr(part, name) for part in parts], 2))
+    whole = parts[0].map_named(lambda name, _: torch.cat([getattr(part, name) for part in parts], PAGE_DIM))
     return store.holding(whole, kept + store.count - pages)
 
 

@@ -46,8 +46,6 @@ class HeldRows:
         makes it, and `_become` drops it.
     """
 
-    dense: DenseTokens
-
     def __init__(self, formats: FormatPair, kv_heads: int, stores: tuple[PageStore, ...]) -> None:
         if formats.keys.page_size != formats.values.page_size:
             raise ValueError(

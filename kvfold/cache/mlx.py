@@ -248,7 +248,7 @@ class ArrayRows(HeldRows):
             stores = self.read_as(formats, stores)
         self._become(
             stores=stores, dense=DenseTokens(left.tail_start, sinks, tail), fit=fit, formats=formats, length=length,
-            _checked_sinks=self._checked_sinks and length > self.window.sinks,
+            _checked_sinks=self._checked_sinks and length >= self.window.sinks,
         )  # fmt: skip
         return left.lost
 

@@ -120,7 +120,7 @@ class FoldedRows(HeldRows):
             dense = self.dense.widened(self.length, n)
             if dense is not self.dense:
                 self._become(dense=dense)
-            return dense.write(key, value, self.length, looks=checks_tokens(key) or n > 1)
+            return dense.write(key, value, self.length, checks=checks_tokens(key) or n > 1)
         folder, sides = self.token_folder(), len(self.stores)
         page, slot = divmod(self.length - self.window.sinks, self.page_size)
         return folder is not None and folder.fold((key, value)[:sides], dtypes[:sides], page, slot)

@@ -82,20 +82,20 @@ class DenseTokens:
         held = length - self.tail_start
         return replace(self, tail=self._wider(self.tail, self.tail, held, tail_capacity(held + n)))
 
-    def write(self, key: Tensor, value: Tensor, length: int, looks: bool) -> bool:
+    def write(self, key: Tensor, value: Tensor, length: int, checks: bool) -> bool:
         """Write tokens behind the first `length` slots, where there is room; return whether all are finite.
 
         Parameters
         ----------
         key, value
             Floating point; they are rounded to the tail's dtypes.
-        looks
+        checks
             Whether to check them; else they count as finite.
         """
         assert self.tail is not None
         at, n = length - self.tail_start, key.shape[2]
         new, tail = ((key, value), self.tail) if self.shared_dim is None else ((key,), self.tail[:1])
-        if looks:
+        if checks:
             return copy_finite(new, tail, at)
         for kept, tokens in zip(tail, new, strict=True):
             kept[:, :, at : at + n] = tokens

@@ -61,7 +61,7 @@ class Passes:
     @contextmanager
     def touching(self, layer: int, what: object) -> Iterator[None]:
         """Guard a layer that takes a pass's tokens: if it fails, all layers forget the pass."""
-        watched = not self._under_way.reads_folded  # else `begin` was called; `_watch` is no cheap call in a step
+        watched = not self._under_way.reads_folded  # `_watch` leaves graphs, which takes long in a step
         if watched:
             self._watch(layer, what)
         try:
@@ -74,14 +74,13 @@ class Passes:
 
     def touch(self, layer: int, what: object) -> None:
         """Note that a model writes to a layer by itself."""
-        self._watch(layer, what)
-        self._watched.touch(layer, what)
+        if not self._under_way.reads_folded:
+            self._watch(layer, what)
+            self._watched.touch(layer, what)
 
     @outside_graphs
     def _watch(self, layer: int, what: object) -> None:
         """Begin a pass of a model that is not attached, if this touch of a layer begins one."""
-        if self._under_way.reads_folded:
-            return
         if self._before is None or not self._watched.goes_on(layer, what):
             self.forget_unended()
             self.begin()

@@ -1,0 +1,60 @@
+"""When tokens fold and what is read folded, in whole numbers, against rows that grow token by token."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.cache.schedule import Schedule
+from kvfold.formats import Window
+
+SCHEDULES = st.builds(
+    Schedule,
+    window=st.builds(Window, st.integers(0, 20), st.integers(0, 40), st.integers(0, 40)),
+    page_size=st.sampled_from([16, 64]),
+    fit_tokens=st.sampled_from([0, 100]),
+    by_token=st.just(False),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCHEDULES, st.integers(1, 400))
+def test_a_page_is_read_folded_from_the_moment_it_folds(schedule: Schedule, length: int) -> None:
+    folded, stop = schedule.reads(length, length, evicted=0, dense_start=0, causal=True)
+    for held in range(1, length + 1):
+        assert folded[held - 1] == schedule.page_start(schedule.ripe(held))
+        assert stop[held - 1] == held
+        young = held - folded[held - 1]
+        assert schedule.ripe(held) == 0 or young >= schedule.window.recent
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCHEDULES, st.integers(1, 400), st.integers(1, 100))
+def test_tokens_only_join_unless_something_folds_or_leaves(schedule: Schedule, length: int, n: int) -> None:
+    pages = schedule.ripe(length)
+    start = schedule.tail_start(length, 0, pages)
+    folds = schedule.ripe(length + n) > pages
+    leaves = schedule.tail_start(length + n, 0, pages) > start
+    joins = schedule.only_joins(n, length, 0, pages, start, awaits_fit=False)
+    assert joins == (length >= schedule.window.sinks and not folds and not leaves)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SCHEDULES, st.integers(1, 400), st.integers(0, 400))
+def test_a_crop_within_undo_leaves_what_a_shorter_text_holds(schedule: Schedule, length: int, cut: int) -> None:
+    kept = max(length - cut, 0)
+    pages = schedule.ripe(length)
+    start = schedule.tail_start(length, 0, pages)
+    left = schedule.crop(kept, 0, pages, start)
+    assert left.pages * schedule.page_size <= max(kept - schedule.window.sinks, 0) or left.pages == 0
+    assert left.tail_start <= max(start, schedule.window.sinks)
+    assert 0 <= left.reopened < schedule.page_size
+    if cut <= schedule.window.undo:
+        assert (left.lost, left.reopened) == (0, 0)
+        assert left.pages == schedule.ripe(kept)
+
+
+def test_tokens_that_fold_one_by_one() -> None:
+    schedule = Schedule(Window(sinks=4), 16, 0, by_token=True)
+    assert [schedule.pages(length) for length in (0, 4, 5, 20, 21)] == [0, 0, 1, 1, 2]
+    assert schedule.folded_stop(10, 1) == 10
+    assert [schedule.only_joins(1, length, 0, 1, 4, False) for length in (4, 5, 19, 20)] == [False, True, True, False]
+    assert schedule.reads(2, 30, 0, 30, causal=True) == ([30, 30], [29, 30])
