@@ -109,24 +109,14 @@ def _to_groups(x: mx.array, kv_heads: int) -> mx.array:
 
 @dataclass(eq=False)
 class Reader:
-    """One block of queries, reading its keys and values part by part; an online softmax runs along.
-
-    Attributes
-    ----------
-    rows
-        The cache.
-    position, folded_until
-        Of each query: where it is, and the position after the last token that it reads folded.
-    mask
-        (batch, kv_heads, repeat, n, positions), or None for causal attention.
-    maximum, total, rotated, unrotated
-        The softmax so far: values from pages are summed in rotated coordinates, dense ones as they are.
-    """
+    """One block of queries, reading its keys and values part by part; an online softmax runs along."""
 
     rows: ArrayRows
+    # Of each query: where it is, and the position after the last token that it reads folded.
     position: list[int]
     folded_until: list[int]
-    mask: mx.array | None
+    mask: mx.array | None  # (batch, kv_heads, repeat, n, positions), or None for causal attention
+    # The softmax so far: values from pages are summed in rotated coordinates, dense ones as they are.
     maximum: mx.array | None = None
     total: mx.array | None = None
     rotated: mx.array | None = None

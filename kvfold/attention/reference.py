@@ -200,21 +200,11 @@ class _OnlineSoftmax:
 
 @dataclass(eq=False)
 class _Reader:
-    """One block of queries, reading its keys and values part by part.
+    """One block of queries, reading its keys and values part by part."""
 
-    Attributes
-    ----------
-    position
-        Positions of the queries, (n,).
-    folded_until
-        For each query, the position after the last token that it reads folded.
-    mask
-        (batch or 1, kv_heads or 1, repeat or 1, n, positions), or None for causal attention.
-    """
-
-    position: Tensor
-    folded_until: Tensor
-    mask: Tensor | None
+    position: Tensor  # positions of the queries, (n,)
+    folded_until: Tensor  # for each query, the position after the last token that it reads folded
+    mask: Tensor | None  # (batch or 1, kv_heads or 1, repeat or 1, n, positions), or None for causal attention
     softcap: float | None
     state: _OnlineSoftmax
 

@@ -22,20 +22,10 @@ R = TypeVar("R", bound=HeldRows)
 
 @dataclass(eq=False)
 class RowGroup(Generic[R]):
-    """Batch rows with the same left padding, hence the same length.
+    """Batch rows with the same left padding, hence the same length."""
 
-    Attributes
-    ----------
-    batch_rows
-        Their indices in the batch, int64, (rows,).
-    padding
-        Padding columns before their first token.
-    rows
-        Their cache.
-    """
-
-    batch_rows: Tensor
-    padding: int
+    batch_rows: Tensor  # their indices in the batch, int64, (rows,)
+    padding: int  # padding columns before their first token
     rows: R
 
     @cached_property
@@ -61,28 +51,15 @@ class RowGroup(Generic[R]):
 
 @dataclass(eq=False)
 class Appended:
-    """What one `append` of a layer made readable, for the attention of the same forward pass.
+    """What one `append` of a layer made readable, for the attention of the same forward pass."""
 
-    Attributes
-    ----------
-    layer
-        The cache that holds everything else.
-    first_column
-        Column of the first new token: what the cache held before.
-    columns
-        New columns.
-    spans
-        For each of the layer's groups, the dense tokens that the new queries may read. None after a `HeldRows.step`:
-        `dense` then takes those that the rows hold.
-    observed
-        Whether `observe` has seen their queries. Layers that share a cache attend more than once.
-    """
-
-    layer: "HeldLayer"
-    first_column: int
+    layer: "HeldLayer"  # the cache that holds everything else
+    first_column: int  # column of the first new token: what the cache held before
     columns: int
+    # For each of the layer's groups, the dense tokens that the new queries may read. None after a `HeldRows.step`:
+    # `dense` then takes those that the rows hold.
     spans: list[DenseSpan | None] | None
-    observed: bool = False
+    observed: bool = False  # Whether `observe` has seen their queries. Layers that share a cache attend more than once.
 
     @property
     def is_step(self) -> bool:

@@ -31,18 +31,10 @@ LOSS_BITS = 2
 
 
 class Loss(NamedTuple):
-    """What folding one side of a layer costs.
+    """What folding one side of a layer costs."""
 
-    Attributes
-    ----------
-    kl
-        KL(dense ‖ folded) a token, in nats, with that side alone in kvfold's `LOSS_BITS`.
-    channels
-        Numbers of a token that the side holds, over all KV heads.
-    """
-
-    kl: float
-    channels: int
+    kl: float  # KL(dense ‖ folded) a token, in nats, with that side alone in kvfold's `LOSS_BITS`
+    channels: int  # numbers of a token that the side holds, over all KV heads
 
 
 class Observed:

@@ -14,39 +14,21 @@ from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
 
 @dataclass(frozen=True, eq=False)
 class LayerConfig:
-    """How one layer folds its keys and values.
+    """How one layer folds its keys and values."""
 
-    Attributes
-    ----------
-    format
-        "both" or "keys:values" (`kvfold.formats.FORMATS`).
-    index
-        The layer's number, for messages.
-    dense_dtype
-        dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
-    window
-        What stays dense; None: what the formats say.
-    statistics
-        Statistics for formats that are fitted; None: these wait for those of each sequence's first tokens.
-    frequencies
-        RoPE's ω_f, for formats that undo RoPE on keys; None: not known.
-    values_of_keys
-        Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
-    sharpen
-        Whether attention scales scores as the keys' format says (`Format.sharpness`).
-    budgets
-        Gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format. Rows
-        of a batch with equal padding share them.
-    """
-
-    format: str
-    index: int = 0
+    format: str  # "both" or "keys:values" (`kvfold.formats.FORMATS`)
+    index: int = 0  # the layer's number, for messages
+    # dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
     dense_dtype: torch.dtype | None = None
-    window: Window | None = None
+    window: Window | None = None  # what stays dense; None: what the formats say
+    # Statistics for formats that are fitted; None: these wait for those of each sequence's first tokens.
     statistics: KeyStatistics | None = None
-    frequencies: tuple[float, ...] | None = None
+    frequencies: tuple[float, ...] | None = None  # RoPE's ω_f, for formats that undo RoPE on keys; None: not known
+    # Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
     values_of_keys: bool = False
-    sharpen: bool = False
+    sharpen: bool = False  # whether attention scales scores as the keys' format says (`Format.sharpness`)
+    # Gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format. Rows of a
+    # batch with equal padding share them.
     budgets: PromptBudgets | None = None
 
     def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:

@@ -17,24 +17,14 @@ Allot = Callable[[Tensor | None, Tensor, Tensor], FormatPair]
 
 @dataclass(frozen=True, eq=False)
 class PromptFit:
-    """What a sequence's formats need of its first tokens' queries.
+    """What a sequence's formats need of its first tokens' queries."""
 
-    Attributes
-    ----------
-    formats
-        Those that the sequence began with, not fitted.
-    schedule
-        When tokens fold.
-    energy
-        q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch,
-        kv_heads, tokens, key_dim). Kept while a crop without a trace can go back to before the fit; else None.
-    queries
-        Some of those queries themselves (`prompt_costs.sampled`), bfloat16, if formats await bits; kept equally long.
-    """
-
-    formats: FormatPair
+    formats: FormatPair  # those that the sequence began with, not fitted
     schedule: Schedule
+    # q² of the first queries after the sinks, averaged over the heads that share a KV head: bfloat16, (batch, kv_heads,
+    # tokens, key_dim). Kept while a crop without a trace can go back to before the fit; else None.
     energy: Any = None
+    # Some of those queries themselves (`prompt_costs.sampled`), bfloat16, if formats await bits; kept equally long.
     queries: Any = None
 
     @property

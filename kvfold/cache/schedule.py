@@ -18,45 +18,22 @@ from kvfold.formats import FormatPair, Window
 
 @dataclass(frozen=True)
 class Crop:
-    """What a crop leaves of rows.
+    """What a crop leaves of rows."""
 
-    Attributes
-    ----------
-    pages
-        Folded pages that are kept.
-    tail_start
-        Slot of the tail's first token.
-    reopened
-        Tokens of the page after the kept ones that become dense again; 0 for none.
-    lost
-        Kept tokens that continue with folded values, although rows that never held more would hold them dense.
-    """
-
-    pages: int
-    tail_start: int
-    reopened: int
-    lost: int
+    pages: int  # folded pages that are kept
+    tail_start: int  # slot of the tail's first token
+    reopened: int  # tokens of the page after the kept ones that become dense again; 0 for none
+    lost: int  # kept tokens that continue with folded values, although rows that never held more would hold them dense
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When tokens in one pair of formats fold.
+    """When tokens in one pair of formats fold."""
 
-    Attributes
-    ----------
-    window
-        Which tokens stay dense around the pages.
-    page_size
-        P, tokens a page.
-    fit_tokens
-        Tokens that must have come before the first page folds; 0 if formats are not fitted to a prompt.
-    by_token
-        Whether each token folds by itself as it comes. Then there is no tail, and the last page may be part full.
-    """
-
-    window: Window
-    page_size: int
-    fit_tokens: int
+    window: Window  # which tokens stay dense around the pages
+    page_size: int  # P, tokens a page
+    fit_tokens: int  # tokens that must have come before the first page folds; 0 if formats are not fitted to a prompt
+    # Whether each token folds by itself as it comes. Then there is no tail, and the last page may be part full.
     by_token: bool
 
     @classmethod

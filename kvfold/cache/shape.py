@@ -8,32 +8,20 @@ KINDS = ("full", "latent", "dense", "sliding", "none")
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer's cache holds for each token.
+    """What one layer's cache holds for each token."""
 
-    Attributes
-    ----------
-    kind
-        "full": every token; folds. "latent": one latent and its rotary part a token (multi-head latent attention);
-        folds. "dense": every token, in a layer that does not fold. "sliding": the newest `window` - 1 tokens, dense.
-        "none": nothing that grows with the text. Any other: the class of an unknown layer, which does not fold.
-    kv_heads, key_dim, value_dim
-        Shape of a token's keys and values; for latents, one head of the latent's and the rotary part's channels. 0 if
-        the config does not tell them, or the layer holds none.
-    window
-        Width of a sliding window; 0 for the other kinds.
-    heads
-        Query heads; 0 if the config does not tell them.
-    beside
-        Numbers a token beside keys and values.
-    """
-
+    # "full": every token; folds. "latent": one latent and its rotary part a token (multi-head latent attention); folds.
+    # "dense": every token, in a layer that does not fold. "sliding": the newest `window` - 1 tokens, dense. "none":
+    # nothing that grows with the text. Any other: the class of an unknown layer, which does not fold.
     kind: str
+    # Shape of a token's keys and values; for latents, one head of the latent's and the rotary part's channels. 0 if the
+    # config does not tell them, or the layer holds none.
     kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    window: int = 0
-    heads: int = 0
-    beside: int = 0
+    window: int = 0  # width of a sliding window; 0 for the other kinds
+    heads: int = 0  # query heads; 0 if the config does not tell them
+    beside: int = 0  # numbers a token beside keys and values
 
     @property
     def folds(self) -> bool:

@@ -8,20 +8,11 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class DenseSpan:
-    """Keys and values of consecutive tokens, dense.
+    """Keys and values of consecutive tokens, dense."""
 
-    Attributes
-    ----------
-    storage
-        Keys and values, (batch, kv_heads, any, dim), these tokens among them.
-    start
-        Slot of the first.
-    offset, tokens
-        Where these tokens begin in `storage`, and how many they are.
-    """
-
-    storage: tuple[Tensor, Tensor]
-    start: int
+    storage: tuple[Tensor, Tensor]  # keys and values, (batch, kv_heads, any, dim), these tokens among them
+    start: int  # slot of the first
+    # Where these tokens begin in `storage`, and how many they are.
     offset: int
     tokens: int
 

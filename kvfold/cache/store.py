@@ -20,23 +20,12 @@ class PageStore:
 
     A store does not change; adding pages makes another. Both may share storage, as new pages are written behind those
     held.
-
-    Attributes
-    ----------
-    form
-        How pages are read.
-    origin
-        Slot of the first token.
-    count
-        Pages held.
-    storage
-        The pages, and reserved room; None before the first page.
     """
 
-    form: PageForm
-    origin: int = 0
-    count: int = 0
-    storage: Pages | None = None
+    form: PageForm  # how pages are read
+    origin: int = 0  # slot of the first token
+    count: int = 0  # pages held
+    storage: Pages | None = None  # the pages, and reserved room; None before the first page
 
     def pages(self, start: int = 0, stop: int | None = None) -> Pages:
         """A view of pages `start` to `stop`."""

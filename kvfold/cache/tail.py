@@ -28,23 +28,14 @@ class DenseTokens:
 
     The rows know how many of them are held. New tokens are written behind those, or into other storage, so an older
     `DenseTokens` of the same rows stays valid.
-
-    Attributes
-    ----------
-    tail_start
-        Slot of the tail's first token.
-    sinks
-        The first tokens; None before the first.
-    tail
-        The newest tokens. It overlaps the pages that folded last, so that they can be undone. None before the first
-        token after the sinks, and if tokens fold as they come.
-    shared_dim
-        Coordinates of a value, if values are a view of the keys' first channels; None otherwise.
     """
 
-    tail_start: int
-    sinks: Sides | None = None
+    tail_start: int  # slot of the tail's first token
+    sinks: Sides | None = None  # the first tokens; None before the first
+    # The newest tokens. It overlaps the pages that folded last, so that they can be undone. None before the first token
+    # after the sinks, and if tokens fold as they come.
     tail: Sides | None = None
+    # Coordinates of a value, if values are a view of the keys' first channels; None otherwise.
     shared_dim: int | None = None
 
     def sink_span(self, tokens: int) -> DenseSpan | None:

@@ -8,19 +8,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where each part of some pages lies, in units of a page of one head.
+    """Where each part of some pages lies, in units of a page of one head."""
 
-    Attributes
-    ----------
-    parts
-        By the names of `kvfold.formats.page.Pages`: a tensor whose memory begins with the first unit, and the stride
-        from unit to unit in elements.
-    units
-        The unit of the first head of each page, int64, (pages); those of its other heads follow. None: units are in
-        order, stream by stream, page by page.
-    """
-
+    # By the names of `kvfold.formats.page.Pages`: a tensor whose memory begins with the first unit, and the stride from
+    # unit to unit in elements.
     parts: dict[str, tuple[Tensor, int]]
+    # The unit of the first head of each page, int64, (pages); those of its other heads follow. None: units are in
+    # order, stream by stream, page by page.
     units: Tensor | None = None
 
     def of(self, name: str) -> tuple[Tensor | None, int]:

@@ -22,41 +22,27 @@ MULTIPROCESSORS_OF_A_CPU = 2
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences whose new tokens are in one list.
+    """Sequences whose new tokens are in one list."""
 
-    Attributes
-    ----------
-    first, count, pages
-        int32, of each sequence: its first new token, how many new tokens it has, and how many pages.
-    stop
-        How many folded tokens each new token reads: int32, (tokens).
-    most, most_pages
-        The most new tokens, and pages, of a sequence.
-    """
-
+    # int32, of each sequence: its first new token, how many new tokens it has, and how many pages.
     first: Tensor
     count: Tensor
     pages: Tensor
-    stop: Tensor
+    stop: Tensor  # how many folded tokens each new token reads: int32, (tokens)
+    # The most new tokens, and pages, of a sequence.
     most: int
     most_pages: int
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Which dense tokens each sequence reads, all int32.
+    """Which dense tokens each sequence reads, all int32."""
 
-    Attributes
-    ----------
-    place, held, position
-        Of each sequence: where its tokens begin, in steps of the tensor; how many they are; position of the first.
-    start, stop
-        Positions that bound what each new token reads: (tokens).
-    """
-
+    # Of each sequence: where its tokens begin, in steps of the tensor; how many they are; position of the first.
     place: Tensor
     held: Tensor
     position: Tensor
+    # Positions that bound what each new token reads: (tokens).
     start: Tensor
     stop: Tensor
 

@@ -63,19 +63,11 @@ class _PoolPart:
 
 @dataclass(frozen=True, eq=False)
 class _PoolStep:
-    """A step as kernels know it: the same to all layers whose pools are alike.
-
-    Attributes
-    ----------
-    folded
-        Units of the pages that become full: int64.
-    left
-        `EngineStep.left`.
-    """
+    """A step as kernels know it: the same to all layers whose pools are alike."""
 
     parts: list[_PoolPart]
-    folded: Tensor
-    left: Tensor
+    folded: Tensor  # units of the pages that become full: int64
+    left: Tensor  # `EngineStep.left`
 
 
 _STEPS: WeakKeyDictionary[EngineStep, dict[tuple[object, ...], _PoolStep]] = WeakKeyDictionary()

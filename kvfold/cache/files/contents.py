@@ -48,20 +48,12 @@ class Contents:
     """Plain data and tensors of one object in a file, including those of its parts.
 
     Saving puts them in. Loading takes each out, once, and says what it must be like; `done` raises if anything is left.
-
-    Attributes
-    ----------
-    data
-        Values that go into JSON.
-    tensors
-        Tensors by name; names of those in part `p` start with `p.`.
-    where
-        Names of the parts that lead here, for messages.
     """
 
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # values that go into JSON
+    # Tensors by name; names of those in part `p` start with `p.`.
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    where: str = ""
+    where: str = ""  # names of the parts that lead here, for messages
 
     def put(self, name: str, part: "Contents") -> None:
         """Add a part."""

@@ -76,46 +76,27 @@ class Slots:
 
 @dataclass(frozen=True)
 class Folding:
-    """Pages of one sequence that a step completes.
+    """Pages of one sequence that a step completes."""
 
-    Attributes
-    ----------
-    slot, held
-        Slot of the first page's tokens before this step, and how many they are.
-    first, count
-        Place in the batch of the sequence's first new token, and how many new tokens these pages take.
-    """
-
+    # Slot of the first page's tokens before this step, and how many they are.
     slot: int
     held: int
+    # Place in the batch of the sequence's first new token, and how many new tokens these pages take.
     first: int
     count: int
 
 
 @dataclass(frozen=True, eq=False)
 class EngineStep:
-    """One step of an engine, the same for all layers that share pages.
+    """One step of an engine, the same for all layers that share pages."""
 
-    Attributes
-    ----------
-    rows
-        int64, (sequences, 5): the first new token's place in the batch, the count of new tokens, the sequence's length
-        with them, and the slots of its unfinished page before and after the step; -1 for none.
-    block_table
-        (sequences, blocks), as the engine gave it.
-    foldings
-        Pages that become full.
-    folded
-        Numbers of those pages: int64, in the order of `foldings`.
-    tokens
-        New tokens of all sequences.
-    """
-
+    # int64, (sequences, 5): the first new token's place in the batch, the count of new tokens, the sequence's length
+    # with them, and the slots of its unfinished page before and after the step; -1 for none.
     rows: NDArray[np.int64]
-    block_table: NDArray[np.integer]
-    foldings: list[Folding]
-    folded: Tensor
-    tokens: int
+    block_table: NDArray[np.integer]  # (sequences, blocks), as the engine gave it
+    foldings: list[Folding]  # pages that become full
+    folded: Tensor  # numbers of those pages: int64, in the order of `foldings`
+    tokens: int  # new tokens of all sequences
 
     def left(self, page_size: int) -> NDArray[np.int64]:
         """New tokens that stay in unfinished pages, (3, tokens): slot, place in the page, place in the batch."""

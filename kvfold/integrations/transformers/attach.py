@@ -107,24 +107,13 @@ def _decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
 
 @dataclass(eq=False)
 class Attachment:
-    """What an attached model needs during a pass over a folded cache.
+    """What an attached model needs during a pass over a folded cache."""
 
-    Attributes
-    ----------
-    decoder
-        The part that attends.
-    backend
-        The backend that was asked for.
-    implementation
-        The attention implementation during the pass, by transformers' name; models prepare masks for it.
-    configs
-        Configs by which the decoder's layers choose their attention.
-    """
-
-    decoder: nn.Module
-    backend: str | None
+    decoder: nn.Module  # the part that attends
+    backend: str | None  # the backend that was asked for
+    # The attention implementation during the pass, by transformers' name; models prepare masks for it.
     implementation: str
-    configs: list[PreTrainedConfig]
+    configs: list[PreTrainedConfig]  # configs by which the decoder's layers choose their attention
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

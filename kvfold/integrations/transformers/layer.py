@@ -23,29 +23,15 @@ GUARDED = "_kvfold_forward"
 
 @dataclass
 class ForwardPass:
-    """What the layers of a cache must know of the current forward pass.
+    """What the layers of a cache must know of the current forward pass."""
 
-    Attributes
-    ----------
-    reads_folded
-        Whether an attached model runs, whose attention takes handles.
-    backend
-        The backend that reads them; None for the fastest.
-    unread
-        What folded layers have appended and still await queries of.
-    padding
-        Padding columns at the left of each row; None if there are none, or they are not known.
-    warned
-        What has been logged, so that it is logged once.
-    awaited
-        The layer whose new keys and values a compiled graph has yet to bring to attention; None if there is none.
-    """
-
-    reads_folded: bool = False
-    backend: str | None = None
-    unread: list[Appended] = field(default_factory=list)
+    reads_folded: bool = False  # whether an attached model runs, whose attention takes handles
+    backend: str | None = None  # the backend that reads them; None for the fastest
+    unread: list[Appended] = field(default_factory=list)  # what folded layers have appended and still await queries of
+    # Padding columns at the left of each row; None if there are none, or they are not known.
     padding: Sequence[int] | None = None
-    warned: set[str] | None = None
+    warned: set[str] | None = None  # what has been logged, so that it is logged once
+    # The layer whose new keys and values a compiled graph has yet to bring to attention; None if there is none.
     awaited: int | None = None
 
     def warn_once(self, message: str) -> None:

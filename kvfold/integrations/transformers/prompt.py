@@ -16,24 +16,12 @@ from kvfold.integrations.transformers.calls import cache_argument
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said.
+    """What a model said."""
 
-    Attributes
-    ----------
-    text
-        The new tokens, decoded.
-    tokens
-        How many.
-    seconds
-        Time from the last prompt token to the last new one.
-    ids
-        Token ids of the prompt and the answer, (1, T).
-    """
-
-    text: str
-    tokens: int
-    seconds: float
-    ids: Tensor
+    text: str  # the new tokens, decoded
+    tokens: int  # how many new ones
+    seconds: float  # time from the last prompt token to the last new one
+    ids: Tensor  # token ids of the prompt and the answer, (1, T)
 
     @property
     def tokens_per_second(self) -> float:

@@ -9,21 +9,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 @dataclass(frozen=True)
 class Rope:
-    """A RoPE that does not depend on the length of the sequence.
+    """A RoPE that does not depend on the length of the sequence."""
 
-    Attributes
-    ----------
-    frequencies
-        ω_f of each pair of channels.
-    turned_by
-        The factor that keys are multiplied by besides being turned: YaRN's attention factor, else 1.
-    theta
-        RoPE's base.
-    """
-
-    frequencies: tuple[float, ...]
-    turned_by: float
-    theta: float
+    frequencies: tuple[float, ...]  # ω_f of each pair of channels
+    turned_by: float  # the factor that keys are multiplied by besides being turned: YaRN's attention factor, else 1
+    theta: float  # RoPE's base
 
 
 def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:

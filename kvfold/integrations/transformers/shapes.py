@@ -23,18 +23,10 @@ KIND_OF = {
 
 @dataclass(frozen=True)
 class HeadDim:
-    """A head dimension and the evidence for it.
+    """A head dimension and the evidence for it."""
 
-    Attributes
-    ----------
-    value
-        Coordinates of a key of one head.
-    evidence
-        The step that decided, then what the other steps say.
-    """
-
-    value: int
-    evidence: tuple[str, ...]
+    value: int  # coordinates of a key of one head
+    evidence: tuple[str, ...]  # the step that decided, then what the other steps say
 
 
 def cache_layers(config: PreTrainedConfig) -> list[Any]:

@@ -14,18 +14,11 @@ FOLDING = ("full_attention", "attention")
 
 @dataclass(frozen=True)
 class Options:
-    """The options under "kvfold" in vLLM's additional config.
+    """The options under "kvfold" in vLLM's additional config."""
 
-    Attributes
-    ----------
-    format
-        "both" or "keys:values" (`kvfold.formats.FORMATS`).
-    calibration
-        Path of a file of `kvfold calibrate`. None: the engine measures statistics for formats that are fitted at its
-        start.
-    """
-
-    format: str = DEFAULT
+    format: str = DEFAULT  # "both" or "keys:values" (`kvfold.formats.FORMATS`)
+    # Path of a file of `kvfold calibrate`. None: the engine measures statistics for formats that are fitted at its
+    # start.
     calibration: str | None = None
 
     @classmethod

@@ -16,20 +16,11 @@ from kvfold.quant.scales import SCALE_RULES
 
 @dataclass(frozen=True, eq=False)
 class TokenPages:
-    """Pages of one stream, and how its tokens become codes.
+    """Pages of one stream, and how its tokens become codes."""
 
-    Attributes
-    ----------
-    how
-        Without a centre.
-    lanes
-        As `kvfold.quant.packing` has them.
-    code, scale
-        Pages in a CPU's memory: uint8, (batch, heads, pages, bytes), and float16, (batch, heads, pages, P, 1).
-    """
-
-    how: RotatedCode
-    lanes: Lanes
+    how: RotatedCode  # without a centre
+    lanes: Lanes  # as `kvfold.quant.packing` has them
+    # Pages in a CPU's memory: uint8, (batch, heads, pages, bytes), and float16, (batch, heads, pages, P, 1).
     code: Tensor
     scale: Tensor
 

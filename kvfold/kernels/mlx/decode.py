@@ -30,17 +30,11 @@ OUTPUTS = ("out_maximum", "out_total", "out_sum")
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Keys or values of a layer, and the form that their pages have.
+    """Keys or values of a layer, and the form that their pages have."""
 
-    Attributes
-    ----------
-    parts
-        Arrays of pages by their name in `kvfold.formats.page.Pages`, (batch, kv_heads, capacity, …).
-    dim, page_size, bits, groups, lut
-        Of the form: channels of a code, tokens a page, bits of each tile, widths of scale groups, levels.
-    """
-
+    # Arrays of pages by their name in `kvfold.formats.page.Pages`, (batch, kv_heads, capacity, …).
     parts: dict[str, mx.array]
+    # Of the form: channels of a code, tokens a page, bits of each tile, widths of scale groups, levels.
     dim: int
     page_size: int
     bits: tuple[int, ...]

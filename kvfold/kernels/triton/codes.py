@@ -11,46 +11,26 @@ class Shape:
     """Compile-time constants of one side's pages (keys or values).
 
     A unit is a page of one head. Units lie one after the other; each part of a page has its own stride.
-
-    Attributes
-    ----------
-    page_size, code_dim
-        P, and how many channels are read.
-    tiles, all_bits
-        Groups of 16 channels of a code, and the sum of their bits; 0 if "codes" are float16 numbers.
-    runs
-        Groups with equal bits and levels: (the first, how many: a power of two, bits, the sum of bits before).
-    planes
-        The sum of the plane widths that occur: a bit mask.
-    even
-        Bits of every group; 0 if groups differ in bits or levels.
-    token_lanes
-        Whether lanes are tokens, as for keys and for values that are a view of keys.
-    levels
-        Entries of each group's table.
-    groups
-        Scale groups.
-    centre_dim, plain_dim
-        Channels that have a centre or scale, and channels that are not coded.
-    unit_levels
-        Whether levels of a token are brought to length 1.
-    code, scale, offset, centre, plain
-        Strides from unit to unit: in 32-bit words for codes, in elements for the others.
     """
 
+    # P, and how many channels are read.
     page_size: int
     code_dim: int
+    # Groups of 16 channels of a code, and the sum of their bits; 0 if "codes" are float16 numbers.
     tiles: int
     all_bits: int
+    # Groups with equal bits and levels: (the first, how many: a power of two, bits, the sum of bits before).
     runs: tuple[tuple[int, int, int, int], ...]
-    planes: int
-    even: int
-    token_lanes: bool
-    levels: int
-    groups: int
+    planes: int  # the sum of the plane widths that occur: a bit mask
+    even: int  # bits of every group; 0 if groups differ in bits or levels
+    token_lanes: bool  # whether lanes are tokens, as for keys and for values that are a view of keys
+    levels: int  # entries of each group's table
+    groups: int  # of scales
+    # Channels that have a centre or scale, and channels that are not coded.
     centre_dim: int
     plain_dim: int
-    unit_levels: bool
+    unit_levels: bool  # whether levels of a token are brought to length 1
+    # Strides from unit to unit: in 32-bit words for codes, in elements for the others.
     code: int
     scale: int
     offset: int
