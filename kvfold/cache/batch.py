@@ -89,20 +89,6 @@ class HeldLayer(ABC):
     """Keys and values of one layer, of a batch that arrives in columns.
 
     Row b's first `padding[b]` columns are padding and are never stored. Rows with equal padding share tensors.
-
-    Attributes
-    ----------
-    config
-        How they fold.
-    columns
-        Columns that came, padding included.
-    groups
-        The rows of the batch that have had a token.
-    takes_steps
-        Whether a `HeldRows.step` may take a token, whose query `observe` then does not see: all rows are in one group,
-        and attention takes their queries unchanged.
-    newest_queries
-        (batch, heads, tokens, key_dim), of the newest columns, for eviction policies; None if none are kept.
     """
 
     groups: list[RowGroup[Any]]
@@ -118,11 +104,14 @@ class HeldLayer(ABC):
 
     def clear(self) -> None:
         """Forget everything."""
-        self.columns = 0
-        self.groups = []
+        self.columns = 0  # that came, padding included
+        self.groups = []  # the rows of the batch that have had a token
+        # Whether a `HeldRows.step` may take a token, whose query `observe` then does not see: all rows are in one
+        # group, and attention takes their queries unchanged.
         self.takes_steps = False
         if self.config.budgets is not None:
             self.config.budgets.shares.clear()
+        # (batch, heads, tokens, key_dim), of the newest columns, for eviction policies; None if none are kept.
         self.newest_queries: Tensor | None = None
         self._fits: tuple[object, ...] | None = None  # shapes, dtypes and devices that `_check` accepted last
         self._formats: FormatPair | None = None
@@ -184,10 +173,7 @@ class HeldLayer(ABC):
     def crop(self, columns: int) -> int:
         """Keep the first `columns` columns; return the largest count that its rows' `crop` returns.
 
-        Raises
-        ------
-        ValueError
-            As `check_crop`.
+        Raises ValueError as `check_crop`.
         """
         if columns >= self.columns:
             return 0

@@ -59,14 +59,7 @@ def spread(items: Mapping[Stream, Item], spare: int = 0) -> dict[Stream, int]:
     """Bits of each side, within its `choice`, without raising the total over all numbers held.
 
     Each bit lowers a cost by three quarters, so taking the best step first is optimal if all sides hold equally many
-    numbers.
-
-    Parameters
-    ----------
-    items
-        The sides.
-    spare
-        Bits left over elsewhere, in the total's unit: bits times numbers of a token.
+    numbers. `spare` counts bits left over elsewhere, in the total's unit: bits times numbers of a token.
     """
     bits = {side: choice(item.bits)[0] for side, item in items.items()}
     left = spare + sum((item.bits - bits[side]) * item.loss.channels for side, item in items.items())
@@ -110,14 +103,8 @@ def with_bits(names: str, bits: Mapping[int, int]) -> str:
 def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -> Policy:
     """The policy, with bits of its kvfold formats moved to the layers that need them, by a calibration's losses.
 
-    Parameters
-    ----------
-    policy
-        Layers with an exception keep it; sides in formats of other families than kvfold's keep theirs.
-    calibration
-        With `losses`; without them, or without a calibration, the policy stays as it is.
-    num_layers
-        Of the model.
+    Layers with an exception keep it; sides in formats of other families than kvfold's keep theirs. Without losses, or
+    without a calibration, the policy stays as it is.
     """
     if calibration is None or not policy.budgets:
         return policy
@@ -148,24 +135,13 @@ class PromptBudgets:
     Once a layer has read the first tokens, its costs and those of the layers before it are known. Later layers are
     assumed to be alike: their costs are quantiles of the known ones. The bits left over are spread among this layer and
     the later ones, and this layer keeps its share for good. So the total is kept, or about kept where layers differ in
-    KV heads.
-
-    Parameters
-    ----------
-    formats
-        Names of the formats of the layers that take part, by index. Sides of other families than kvfold's keep theirs.
-
-    Attributes
-    ----------
-    formats
-        As above, with those that joined.
-    shares
-        What layers got last, by the sequences' padding, then by layer index. One forward pass decides all layers in
-        order, so the entries before a layer always come from the same pass.
+    KV heads. Sides of other families than kvfold's keep theirs.
     """
 
     def __init__(self, formats: Mapping[int, str]) -> None:
-        self.formats: dict[int, str] = {}
+        self.formats: dict[int, str] = {}  # of the layers that take part, by index
+        # What layers got last, by the sequences' padding, then by layer index. One forward pass decides all layers in
+        # order, so the entries before a layer always come from the same pass.
         self.shares: dict[int, dict[int, Share]] = {}
         self.join(formats)
 
@@ -177,17 +153,9 @@ class PromptBudgets:
     def decide(self, layer: int, padding: int, costs: Sequence[float] | None, channels: Sequence[int]) -> str:
         """Names of the formats of a layer with the bits that it gets.
 
-        Parameters
-        ----------
-        layer
-            Its index.
-        padding
-            Of the sequences.
-        costs
-            What folding its keys, and its values, costs, in a unit and at a number of bits common to all sides. None:
-            not known, so it gets the bits of its format.
-        channels
-            Numbers that a token has in each: KV heads times coordinates.
+        `costs` are those of folding its keys, and its values, in a unit and at a number of bits common to all sides.
+        None: not known, so it gets the bits of its format. `channels` counts the numbers that a token has in each: KV
+        heads times coordinates.
         """
         shares = self.shares.setdefault(padding, {})
         own = {side: asked for side, asked in self._asked.items() if side.layer == layer}

@@ -48,16 +48,9 @@ class Observed:
         self._pages = 0
 
     def add(self, query: Tensor, key: Tensor, *, begins: bool = True) -> None:
-        """Add tokens of one text; the keys' variance counts whole pages only.
+        """Add tokens of one text, its first ones if it `begins`; the keys' variance counts whole pages only.
 
-        Parameters
-        ----------
-        query
-            (1, heads, tokens, head_dim), rotated by position like the keys.
-        key
-            (1, kv_heads, tokens, head_dim).
-        begins
-            Whether these are the text's first.
+        Queries are (1, heads, tokens, head_dim), rotated by position like the keys, (1, kv_heads, tokens, head_dim).
         """
         first = SINKS if begins else 0
         energy = query[0, :, first:].float().square().unflatten(0, (key.shape[1], -1))
@@ -77,13 +70,7 @@ class Observed:
         return self._queries > 0 and self._pages > 0
 
     def statistics(self) -> KeyStatistics:
-        """The means.
-
-        Raises
-        ------
-        ValueError
-            If it has not seen enough.
-        """
+        """The means; raises ValueError if it has not seen enough."""
         if not self.enough:
             raise ValueError("nothing was attended through this layer: it has no statistics")
         assert isinstance(self._energy, Tensor)

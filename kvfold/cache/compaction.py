@@ -12,17 +12,10 @@ from kvfold.formats import Format
 
 
 def keep_pages(stores: tuple[PageStore, ...], keep: Tensor) -> tuple[tuple[PageStore, ...], Tensor]:
-    """Stores without the evicted pages, and former slots of the kept pages' tokens.
+    """Stores without the evicted pages, and former slots of the kept pages' tokens, in the new order.
 
-    Parameters
-    ----------
-    keep
-        For the first pages, bool, (batch, heads, pages), True equally often for each head. All after them stay.
-
-    Returns
-    -------
-    tuple
-        The stores. And int64, (batch, heads, tokens): which slot each of the kept pages' tokens had, in the new order.
+    `keep` is of the first pages, bool, (batch, heads, pages), True equally often for each head. All after them stay.
+    Slots are int64, (batch, heads, tokens).
     """
     pages, size = keep.shape[-1], stores[0].form.page_size
     index = fill_holes(keep, after=stores[0].count - pages)
@@ -36,18 +29,11 @@ def keep_tokens(
 ) -> tuple[tuple[PageStore, ...], Tensor]:
     """Stores without the evicted tokens, and former slots of the kept ones.
 
+    `keep` is of the tokens of the first pages, bool, (batch, heads, tokens), True equally often for each head; if pages
+    are folded once more, as often as fills whole pages. All after them stay; the stores hold `held` tokens.
+
     Tokens keep their codes if pages have neither centres nor channel scales. If one side has them, all its pages from
     the first that loses a token are folded once more, and both sides keep their order.
-
-    Parameters
-    ----------
-    formats
-        Of each store.
-    keep
-        For the tokens of the first pages, bool, (batch, heads, tokens), True equally often for each head; if pages are
-        folded once more, as often as fills whole pages. All after them stay.
-    held
-        Tokens that the stores hold.
     """
     tokens, shape = keep.shape[-1], keep.shape[:2]
     if not any(store.describes_pages for store in stores):
@@ -66,13 +52,8 @@ def keep_tokens(
 def fill_holes(keep: Tensor, after: int = 0) -> Tensor:
     """The unit that moves to each place: int64, (batch, heads, kept + after).
 
-    Kept units among the first `kept` stay. The other kept ones move, in order, to the places that became free there.
-    `after` more units follow, all kept, in order.
-
-    Parameters
-    ----------
-    keep
-        Bool, (batch, heads, units), True equally often for each head.
+    `keep` is bool, (batch, heads, units), True equally often for each head. Kept units among the first `kept` stay. The
+    other kept ones move, in order, to the places that became free there. `after` more units follow, all kept, in order.
     """
     batch, heads, units = keep.shape
     kept = int(keep[0, 0].sum())

@@ -34,10 +34,7 @@ class LayerConfig:
     def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
         """The formats that each sequence starts with: not fitted, and awaiting bits if there are `budgets`.
 
-        Raises
-        ------
-        ValueError
-            If the format cannot take such keys or values, or there is no rule for how to sharpen it.
+        Raises ValueError if the format cannot take such keys or values, or there is no rule for how to sharpen it.
         """
         pair = self.formats_named(self.format, key_dim, value_dim)
         return pair if self.budgets is None else replace(pair, awaits_bits=True)
@@ -55,10 +52,7 @@ class LayerConfig:
     def calibrated(self, formats: FormatPair, kv_heads: int, key_dim: int) -> FormatPair:
         """`formats`, fitted to `statistics` if there are any and the formats await a fit.
 
-        Raises
-        ------
-        ValueError
-            If the statistics are of keys of another shape.
+        Raises ValueError if the statistics are of keys of another shape.
         """
         if self.statistics is None or not formats.keys.awaits_fit:
             return formats
@@ -97,19 +91,8 @@ def layer_configs(
 ) -> dict[int, LayerConfig]:
     """How the layers of a cache fold, by index; those that stay dense are left out.
 
-    Parameters
-    ----------
-    shapes
-        What each layer of the model holds.
-    policy, calibration, dense_dtype, sharpen
-        As `kvfold.FoldedCache` takes them.
-    frequencies
-        Called for layers whose format undoes RoPE on keys.
-
-    Raises
-    ------
-    ValueError
-        If a format does not fit a layer, or the calibration lacks a layer that needs it.
+    All but `shapes` is as `kvfold.FoldedCache` takes it, and `frequencies` is called for layers whose format undoes
+    RoPE on keys. Raises ValueError if a format does not fit a layer, or the calibration lacks a layer that needs it.
     """
     policy = budgeted(policy, calibration, len(shapes))
     full = [index for index, shape in enumerate(shapes) if shape.kind == "full"]

@@ -69,16 +69,10 @@ class PromptFit:
     def fitted(
         self, key: Tensor, value: Tensor, energy: Tensor, queries: Tensor | None, allot: Allot | None
     ) -> FormatPair:
-        """The formats, fitted to the first `fit_tokens` tokens.
+        """The formats, fitted to the first `fit_tokens` tokens, dense, (batch, kv_heads, tokens, dim).
 
-        Parameters
-        ----------
-        key, value
-            Those tokens, dense, (batch, kv_heads, tokens, dim).
-        energy, queries
-            What is held of their queries, as tensors.
-        allot
-            Decides the bits of formats that await them.
+        `energy` and `queries` are what is held of their queries, as tensors; `allot` decides the bits of formats that
+        await them.
         """
         formats = self.formats
         if formats.awaits_bits:

@@ -17,33 +17,6 @@ class HeldRows:
     Positions count a row's own tokens from 0. Held tokens lie in slots, which also count from 0 and have no gaps. Slot
     and position are equal until tokens are evicted. After that, `positions` has the positions of the oldest folded
     tokens, and all later tokens are at slot + `evicted`.
-
-    Attributes
-    ----------
-    formats
-        How pages are folded and read.
-    schedule
-        When tokens fold.
-    fit
-        What fitted formats have seen of the prompt.
-    stores
-        Folded pages of keys and of values; of keys alone if values are a view of them.
-    dense
-        Sinks and the tail, whose first tokens may be folded, too.
-    kv_heads
-        KV heads of the layer.
-    key_dim, value_dim
-        Coordinates of a key and of a value.
-    length
-        Slots held by each row.
-    evicted
-        Tokens that each head of each row held and forgot.
-    positions
-        Those of the first folded tokens, int32, (batch, kv_heads, tokens); all after them are at slot + `evicted`. None
-        if nothing was evicted.
-    step
-        A fast path that appends a token and attends with its query, valid while nothing else here changes. Attention
-        makes it, and `_become` drops it.
     """
 
     def __init__(self, formats: FormatPair, kv_heads: int, stores: tuple[PageStore, ...]) -> None:
@@ -52,14 +25,19 @@ class HeldRows:
                 f"keys have pages of {formats.keys.page_size} tokens, values of {formats.values.page_size}: "
                 "a layer's formats must agree on page_size"
             )
+        # How pages are folded and read; pages of keys and of values, or of keys alone if values are a view of them.
         self.formats, self.kv_heads, self.stores = formats, kv_heads, stores
         self.schedule = Schedule.of(formats)
         self.fit = PromptFit(formats, self.schedule)
         self.key_dim, self.value_dim = formats.keys.head_dim, formats.values.head_dim
         shared = formats.values.head_dim if formats.shares_pages else None
         self.dense = DenseTokens(self.schedule.window.sinks, shared_dim=shared)
-        self.length = self.evicted = 0
+        self.length = self.evicted = 0  # slots that each row holds, and tokens that each of its heads held and forgot
+        # Those of the first folded tokens, int32, (batch, kv_heads, tokens); all after them are at slot + `evicted`.
+        # None if nothing was evicted.
         self.positions: Any = None
+        # A fast path that appends a token and attends with its query, valid while nothing else here changes. Attention
+        # makes it, and `_become` drops it.
         self.step: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,15 +124,7 @@ class HeldRows:
         return DenseSpan(self.dense.tail, start, offset=start - tail_start, tokens=self.length - start)
 
     def reach(self, n: int, dense: DenseSpan | None, causal: bool) -> tuple[list[int], list[int]]:
-        """For the newest `n` tokens as queries, the slots up to which each reads folded tokens, and any tokens.
-
-        Parameters
-        ----------
-        dense
-            The tokens that they may read dense, as `append` returned them.
-        causal
-            Whether a query reads nothing after itself; else a mask decides alone.
-        """
+        """`Schedule.reads` of the newest `n` tokens, which may read the tokens `dense`, as `append` returned them."""
         dense_start = self.length if dense is None else dense.start
         return self.schedule.reads(n, self.length, self.evicted, dense_start, causal)
 

@@ -18,39 +18,25 @@ LayerState = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 class LayerCache(HeldLayer):
-    """`HeldLayer` in tensors.
-
-    Attributes
-    ----------
-    keeps_queries
-        How many of the newest queries to keep, for eviction policies that use them.
-    """
+    """`HeldLayer` in tensors."""
 
     groups: list[RowGroup[FoldedRows]]
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
-        self.keeps_queries = 0
+        self.keeps_queries = 0  # how many of the newest, for eviction policies that use them
 
     # Growing
 
     def append(self, key: Tensor, value: Tensor, padding: Sequence[int] | None = None) -> Appended:
         """Add columns to every row.
 
-        Parameters
-        ----------
-        key, value
-            Shape (batch, kv_heads, n, dim), floating point, finite; the dims may differ.
-        padding
-            Padding columns before each row's first token; None for none. Counts for rows that have
-            not started yet.
+        Keys and values are (batch, kv_heads, n, dim), floating point, finite; the dims may differ. `padding` counts
+        padding columns before each row's first token, None for none; it matters for rows that have not started yet.
 
-        Raises
-        ------
-        ValueError
-            On a NaN or infinity, or a shape, dtype or device that differs from what the cache holds. The cache is
-            unchanged then. Except on CPUs, single tokens are checked when their page is full; until then attention over
-            a NaN or infinity gives NaN.
+        Raises ValueError on a NaN or infinity, or a shape, dtype or device that differs from what the cache holds. The
+        cache is unchanged then. Except on CPUs, single tokens are checked when their page is full; until then attention
+        over a NaN or infinity gives NaN.
         """
         before = self.state()
         try:
@@ -89,22 +75,13 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def observe(self, query: Tensor | None, new: Appended, scaling: float | None = None) -> None:
-        """Show the queries of the tokens just appended to formats that are fitted to them; then attention may read.
+        """As `HeldLayer.observe`; `query` is (batch, heads, n, key_dim) for the n columns of `new`, None if not known.
 
         Only the first call for `new` counts. A call that fails does not remove the tokens again, as `append` would:
-        `restore` the earlier state.
+        `restore` the earlier state. `scaling` is the factor on scores; None: key_dim^−½.
 
-        Parameters
-        ----------
-        query
-            (batch, heads, n, key_dim) for the n columns of `new`; None if they are not known.
-        scaling
-            Factor on scores; None: key_dim^−½.
-
-        Raises
-        ------
-        ValueError
-            On a query of another shape, or with a NaN or an infinity, or if a page's scale leaves float16's range.
+        Raises ValueError on a query of another shape, or with a NaN or an infinity, or if a page's scale leaves
+        float16's range.
         """
         if new.observed:
             return
@@ -215,13 +192,7 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def select(self, rows: Tensor) -> None:
-        """Make each row i what row `rows[i]` was; repeats and omissions allowed.
-
-        Raises
-        ------
-        IndexError
-            If there is no such row.
-        """
+        """Make each row i what row `rows[i]` was, repeats and omissions allowed; raises IndexError if there is none."""
         if self._like is None:
             return
         wanted = rows.tolist()

@@ -82,20 +82,14 @@ def as_tensors(pages: Pages) -> Pages:
 
 
 class ArrayRows(HeldRows):
-    """`HeldRows` in MLX arrays, without spare capacity in `dense`.
-
-    Attributes
-    ----------
-    dtype
-        Of dense tokens; a torch dtype, as MLX's cannot be copied.
-    """
+    """`HeldRows` in MLX arrays, without spare capacity in `dense`."""
 
     def __init__(self, formats: FormatPair, kv_heads: int, dtype: torch.dtype = torch.float16) -> None:
         if formats.shares_pages:
             raise ValueError("values that are a view of keys are not held in MLX arrays")
         sides, sinks = (formats.keys, formats.values), formats.window.sinks
         super().__init__(formats, kv_heads, tuple(ArrayStore(side.form, sinks) for side in sides))
-        self.dtype = dtype
+        self.dtype = dtype  # of dense tokens; a torch dtype, as MLX's cannot be copied
         self._checked_sinks = False
 
     @classmethod
@@ -118,17 +112,9 @@ class ArrayRows(HeldRows):
         return own
 
     def append(self, key: mx.array, value: mx.array) -> DenseSpan | None:
-        """Add tokens, (batch, kv_heads, n, dim), n ≥ 1.
+        """Add tokens, (batch, kv_heads, n, dim), n ≥ 1; returns what `FoldedRows.append` does, in arrays.
 
-        Returns
-        -------
-        DenseSpan or None
-            As `FoldedRows.append`, in arrays.
-
-        Raises
-        ------
-        ValueError
-            If tokens that fold hold a NaN or an infinity, or a scale leaves float16's range.
+        Raises ValueError if tokens that fold hold a NaN or an infinity, or a scale leaves float16's range.
         """
         into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
         length, start, sinks = self.length + key.shape[2], self.length + into_sinks, self.dense.sinks
@@ -275,10 +261,8 @@ class ArrayLayer(HeldLayer):
     def of(cls, layer: HeldLayer) -> "ArrayLayer":
         """A copy of a layer of tensors.
 
-        Raises
-        ------
-        ValueError
-            If it has what MLX caches lack: padding, evicted tokens, values that are a view of keys, or sharpening.
+        Raises ValueError if it has what MLX caches lack: padding, evicted tokens, values that are a view of keys, or
+        sharpening.
         """
         rows = [(group.batch_rows.tolist(), group.padding, group.rows.evicted) for group in layer.groups]
         if rows not in ([], [(list(range(layer.batch)), 0, 0)]):
@@ -297,20 +281,10 @@ class ArrayLayer(HeldLayer):
         return self.groups[0].rows
 
     def append(self, key: mx.array, value: mx.array, padding: Sequence[int] | None = None) -> Appended:
-        """Add columns to every row, as `LayerCache.append`.
+        """Add columns, float32, float16 or bfloat16, to every row, as `LayerCache.append`; there is no `padding`.
 
-        Parameters
-        ----------
-        key, value
-            float32, float16 or bfloat16, (batch, kv_heads, n, dim).
-        padding
-            None.
-
-        Raises
-        ------
-        ValueError
-            On a shape or dtype that differs from what the cache holds; and on a NaN or infinity, when its page folds.
-            Until then attention over it gives NaN.
+        Raises ValueError on a shape or dtype that differs from what the cache holds; and on a NaN or infinity, when its
+        page folds. Until then attention over it gives NaN.
         """
         if padding is not None:
             raise ValueError(f"padding = {padding}: MLX caches hold rows of one length, without padding")
@@ -354,7 +328,7 @@ class ArrayLayer(HeldLayer):
                 raise ValueError(f"{where}: {name} is {new.dtype}, the cache keeps its dense tokens as {held.dtype}")
 
     def observe(self, query: mx.array, new: Appended, scaling: float | None = None) -> None:
-        """Show the queries of the tokens just appended to formats that are fitted to them, as `LayerCache.observe`."""
+        """As `HeldLayer.observe`."""
         if new.observed:
             return
         new.observed = True

@@ -34,18 +34,10 @@ def count_sampled(length: int, sinks: int) -> int:
 def far_errors(query: Tensor, key: Tensor, value: Tensor, window: Window, scaling: float | None) -> tuple[float, float]:
     """Power of the error in attention's output if keys fold, and if values fold, relative to the output's.
 
-    Attention is causal and plain here: softcaps, logits of sinks and other masks do not count.
-
-    Parameters
-    ----------
-    query
-        The `sampled` queries of these tokens, (batch, heads, n, key_dim).
-    key, value
-        The first tokens, (batch, kv_heads, tokens, dim), dense.
-    window
-        What is dense when a query comes: sinks, and the `recent` newest tokens.
-    scaling
-        Factor on scores; None: key_dim^−½.
+    Attention is causal and plain here: softcaps, logits of sinks and other masks do not count. Keys and values are
+    those of the first tokens, dense, (batch, kv_heads, tokens, dim); `query` are their `sampled` queries, (batch,
+    heads, n, key_dim). When a query comes, the window's sinks and `recent` newest tokens are dense. `scaling` is the
+    factor on scores; None: key_dim^−½.
     """
     tokens, kv_heads = key.shape[2], key.shape[1]
     at = torch.arange(tokens, device=key.device)

@@ -31,46 +31,25 @@ class NotFinite(ValueError):
 
 
 class FoldedRows(HeldRows):
-    """`HeldRows` in tensors.
-
-    Attributes
-    ----------
-    dtypes
-        The dtypes that the newest keys and values were rounded to before they were stored; None before the first.
-    """
+    """`HeldRows` in tensors."""
 
     def __init__(self, formats: FormatPair, kv_heads: int) -> None:
         sides = (formats.keys,) if formats.shares_pages else (formats.keys, formats.values)
         super().__init__(formats, kv_heads, tuple(PageStore(side.form, formats.window.sinks) for side in sides))
-        self.dtypes: Dtypes | None = None
+        self.dtypes: Dtypes | None = None  # that the newest tokens were rounded to before they were stored
         self._checked = -1  # full pages that `check_finite` has passed; -1: not even the sinks
 
     # Growing
 
     def append(self, key: Tensor, value: Tensor, dtypes: Dtypes) -> DenseSpan | None:
-        """Add tokens.
+        """Add tokens, (batch, kv_heads, n, dim), floating point, n ≥ 1, rounded to `dtypes` whether they fold or not.
 
-        A failure may leave traces, which `restore` removes.
+        Returns all tokens after the sinks that the new tokens' queries may read dense: those that were not folded yet,
+        and the new ones. None if the formats fold by token.
 
-        Parameters
-        ----------
-        key, value
-            (batch, kv_heads, n, dim), floating point, n ≥ 1.
-        dtypes
-            What they are rounded to, whether they fold or stay dense.
-
-        Returns
-        -------
-        DenseSpan or None
-            All tokens after the sinks that the new tokens' queries may read dense: those that were not folded yet, and
-            the new ones. None if the formats fold by token.
-
-        Raises
-        ------
-        NotFinite
-            On a NaN or an infinity; single tokens are not checked on all devices (`checks_tokens`).
-        ValueError
-            If a scale leaves float16's range, or as `check_finite`.
+        Raises NotFinite on a NaN or an infinity, though single tokens are not checked on all devices (`checks_tokens`),
+        and ValueError if a scale leaves float16's range, or as `check_finite`. A failure may leave traces, which
+        `restore` removes.
         """
         if not checks_tokens(key):
             self.check_finite()
@@ -206,19 +185,11 @@ class FoldedRows(HeldRows):
     # Fitting
 
     def observe(self, query: Tensor | None, n: int, allot: Allot | None = None) -> None:
-        """Show a format that awaits statistics the queries of the newest tokens.
+        """Show a format that awaits statistics the queries of the newest `n` tokens, those appended last.
 
-        Once the first `fit_tokens` tokens are complete, the format is fitted and ripe pages fold.
-
-        Parameters
-        ----------
-        query
-            (batch, heads, n, key_dim), rotated by position as the keys are; None if they are unknown: all channels
-            then count alike.
-        n
-            How many tokens were appended last.
-        allot
-            Decides the bits of formats that await them.
+        Once the first `fit_tokens` tokens are complete, the format is fitted and ripe pages fold. `query` is (batch,
+        heads, n, key_dim), rotated by position as the keys are; None if they are unknown: all channels then count
+        alike. `allot` decides the bits of formats that await them.
         """
         if self.dense.tail is None or not self.awaits_queries:
             return
@@ -290,16 +261,10 @@ class FoldedRows(HeldRows):
 
     @in_no_mode
     def evict(self, keep: Tensor, by_page: bool) -> None:
-        """Forget folded tokens for good.
+        """Forget folded tokens for good: whole pages if `by_page`, else single ones, as `keep_tokens` has it.
 
-        Parameters
-        ----------
-        keep
-            For the first `evictable` slots, bool, (batch, kv_heads, slots), or (batch, kv_heads, pages) if `by_page`;
-            True equally often for each head, and as often as fills whole pages unless the formats fold by token.
-        by_page
-            Whether whole pages go; otherwise single tokens do. Kept tokens keep their codes if pages have neither
-            centres nor channel scales; otherwise all pages from the first that loses a token are folded once more.
+        `keep` is of the first `evictable` slots, bool, (batch, kv_heads, slots), or (batch, kv_heads, pages) if
+        `by_page`; True equally often for each head, and as often as fills whole pages unless the formats fold by token.
         """
         size = self.page_size
         slots = keep.shape[-1] * size if by_page else keep.shape[-1]
@@ -324,11 +289,8 @@ class FoldedRows(HeldRows):
     def crop(self, length: int) -> int:
         """Forget all but the first `length` slots; those that `positions` covers must stay.
 
-        Returns
-        -------
-        int
-            How many kept tokens continue with folded values, although a cache that never held more than `length`
-            tokens would hold them dense; 0 if the crop leaves no trace.
+        Returns how many kept tokens continue with folded values, although a cache that never held more than `length`
+        tokens would hold them dense; 0 if the crop leaves no trace.
         """
         if length >= self.length:
             return 0

@@ -81,16 +81,8 @@ class Schedule:
     def reads(self, n: int, length: int, evicted: int, dense_start: int, causal: bool) -> tuple[list[int], list[int]]:
         """For the newest `n` tokens as queries, the slots up to which each reads folded tokens, and any tokens.
 
-        Parameters
-        ----------
-        n, length
-            How many of the `length` slots are queries.
-        evicted
-            Tokens that heads forgot.
-        dense_start
-            The first slot that can be read dense. All queries read earlier ones folded.
-        causal
-            Whether a query reads nothing after itself; else a mask decides alone.
+        Heads forgot `evicted` tokens. Slots from `dense_start` on can be read dense; all queries read earlier ones
+        folded. If `causal`, a query reads nothing after itself; else a mask decides alone.
         """
         held = range(length - n + 1, length + 1)  # slots held when each of them was the newest
         stop = list(held) if causal else [length] * n

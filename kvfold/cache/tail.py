@@ -74,14 +74,9 @@ class DenseTokens:
         return replace(self, tail=self._wider(self.tail, self.tail, held, tail_capacity(held + n)))
 
     def write(self, key: Tensor, value: Tensor, length: int, checks: bool) -> bool:
-        """Write tokens behind the first `length` slots, where there is room; return whether all are finite.
+        """Write tokens, rounded to the tail's dtypes, behind the first `length` slots, where there is room.
 
-        Parameters
-        ----------
-        key, value
-            Floating point; they are rounded to the tail's dtypes.
-        checks
-            Whether to check them; else they count as finite.
+        Returns whether all are finite; they count as finite unless it `checks` them.
         """
         assert self.tail is not None
         at, n = length - self.tail_start, key.shape[2]

@@ -132,12 +132,8 @@ class Contents:
 def write(path: str | os.PathLike[str], kind: str, version: int, contents: Contents) -> None:
     """Write `contents` into a file of kind `kind`, whole or not at all; tensors may lie anywhere.
 
-    Raises
-    ------
-    ValueError
-        If a tensor has a floating-point dtype that is none of `FLOATS`.
-    OSError
-        If the file cannot be written.
+    Raises ValueError if a tensor has a floating-point dtype that is none of `FLOATS`, OSError if the file cannot be
+    written.
     """
     tensors: dict[str, Tensor] = {}
     storages = set()
@@ -172,12 +168,7 @@ def write(path: str | os.PathLike[str], kind: str, version: int, contents: Conte
 def read(path: str | os.PathLike[str], kind: str, version: int) -> Contents:
     """What `write` wrote, with tensors on the CPU.
 
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    ValueError
-        If it is of another kind or version, or damaged.
+    Raises FileNotFoundError if there is no such file, ValueError if it is of another kind or version, or damaged.
     """
     check_input(path)
     try:

@@ -49,10 +49,7 @@ def layer_to_saved(layer: HeldLayer) -> Contents:
 def layer_from_saved(saved: Contents, index: int = 0) -> LayerCache:
     """The layer that `layer_to_saved` described, on the CPU; takes everything out of `saved`.
 
-    Raises
-    ------
-    ValueError
-        If its parts do not fit together, or a format or calibration has another shape.
+    Raises ValueError if its parts do not fit together, or a format or calibration has another shape.
     """
     layer = LayerCache(_config_from_saved(saved, index))
     layer.columns = saved.number("columns")
@@ -111,13 +108,7 @@ def _fill(layer: LayerCache, saved: Contents, groups: int) -> None:
 
 
 def _names_of(config: LayerConfig, saved: Contents) -> str:
-    """Names of the formats that rows fold with; takes their bits out of `saved`.
-
-    Raises
-    ------
-    ValueError
-        If no first tokens can give this layer such bits.
-    """
+    """Names of the formats that rows fold with, by the bits that are taken out of `saved`."""
     asked = bits_in(config.format)
     bits = dict(zip(asked, saved.numbers("bits", len(asked), 1, 8), strict=True))
     if config.budgets is None or any(bits[number] not in choice(own) for number, own in asked.items()):

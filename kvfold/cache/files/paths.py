@@ -21,10 +21,7 @@ AnyPath = str | os.PathLike[str]
 def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
     """`path`, if a file is there that can be read from beginning to end; `made_by` names what makes one, for messages.
 
-    Raises
-    ------
-    OSError
-        If there is none, or it may not be read; the message begins with `name`.
+    Raises OSError if there is none, or it may not be read; the message begins with `name`.
     """
     there = _kind(path, name)
     if there != A_FILE:
@@ -39,23 +36,12 @@ def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
 def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | None] = ()) -> Path:
     """Where a file for `path` would be written: a link stays, and its target is written.
 
-    Call it before the work that fills the file.
+    Call it before the work that fills the file. `path` names a file, or nothing yet, in an existing folder, and `name`
+    is the user's name for it, for messages. `inputs` are files, and folders of files, that must not be replaced: they
+    are read, or written as well.
 
-    Parameters
-    ----------
-    path
-        Names a file, or nothing yet, in an existing folder.
-    name
-        The user's name for it, for messages.
-    inputs
-        Files, and folders of files, that must not be replaced: they are read, or written as well.
-
-    Raises
-    ------
-    OSError
-        If no file can be there, or something is there that a file must not replace: a folder, a device, a FIFO.
-    ValueError
-        If it is one of the inputs.
+    Raises OSError if no file can be there, or something is there that a file must not replace (a folder, a device, a
+    FIFO), and ValueError if it is one of the inputs.
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
@@ -100,12 +86,8 @@ def _reads(source: Path, target: Path) -> bool:
 def replacing_path(path: AnyPath, name: str = "path") -> Iterator[Path]:
     """Path of a new, empty file that replaces `path` when the block ends, once all of it is on the disk.
 
-    If anything fails, the new file is deleted and `path` is as it was.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written (`check_output`).
+    If anything fails, the new file is deleted and `path` is as it was. Raises OSError if it cannot be written
+    (`check_output`).
     """
     target = check_output(path, name)
     scratch = target.with_name(f".{secrets.token_hex(8)}.part")

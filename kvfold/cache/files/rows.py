@@ -63,25 +63,11 @@ def rows_from_saved(
     like: tuple[Tensor, Tensor],
     length: int,
 ) -> FoldedRows:
-    """The rows that `rows_to_saved` described.
+    """The rows that `rows_to_saved` described; everything is taken out of `saved`.
 
-    Parameters
-    ----------
-    saved
-        What it returned; everything is taken out.
-    formats
-        The formats that the rows started with.
-    folds
-        The formats that pages are folded with, not fitted; they differ from `formats` if first tokens decided bits.
-    like
-        Empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays dense.
-    length
-        Tokens that came to each row.
-
-    Raises
-    ------
-    ValueError
-        If the parts do not fit together.
+    The rows started with `formats`. Their pages are folded with `folds`, not fitted, which differ from `formats` if
+    first tokens decided bits. `like` are empty keys and values, (batch, kv_heads, 0, dim), of the dtype of what stays
+    dense; `length` counts the tokens that came to each row. Raises ValueError if the parts do not fit together.
     """
     batch, kv_heads = like[0].shape[:2]
     rows = FoldedRows(formats, kv_heads)

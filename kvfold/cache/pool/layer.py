@@ -12,18 +12,9 @@ from kvfold.quant.finite import finite
 
 
 class PagedLayer:
-    """One layer's keys and values in an engine: its pool, its tails, its formats.
+    """One layer's keys and values in an engine: its pool, its tails in the model's dtype, its formats.
 
-    Parameters
-    ----------
-    formats
-        Fitted, if they must be.
-    pool
-        The engine's blocks of this layer.
-    slots
-        How many sequences the engine runs at a time.
-    dtype
-        The model's.
+    Formats are fitted, if they must be. There are as many `slots` as the engine runs sequences at a time.
     """
 
     def __init__(self, formats: FormatPair, pool: PagePool, slots: int, dtype: torch.dtype) -> None:
@@ -39,17 +30,9 @@ class PagedLayer:
         self.tail_values = torch.zeros(*shape, formats.values.head_dim, dtype=dtype, device=device)
 
     def fold(self, step: EngineStep, key: Tensor, value: Tensor) -> None:
-        """Fold the pages that a step completes, before attention reads.
+        """Fold the pages that a step completes by new tokens, (tokens, kv_heads, dim), before attention reads.
 
-        Parameters
-        ----------
-        key, value
-            New tokens, (tokens, kv_heads, dim).
-
-        Raises
-        ------
-        ValueError
-            If a page holds a NaN or an infinity, or a scale leaves float16's range.
+        Raises ValueError if a page holds a NaN or an infinity, or a scale leaves float16's range.
         """
         if not step.foldings:
             return
@@ -64,15 +47,10 @@ class PagedLayer:
         self.pool.write(step.folded, (folded[0], folded[1]))
 
     def fold_in_place(self, step: EngineStep, units: Tensor, key: Tensor, value: Tensor) -> None:
-        """`fold` by GPU kernels, straight into the pool.
+        """`fold` by GPU kernels, straight into the pool, at `units`: `PagePool.units_of` the pages that become full.
 
         A check for a NaN, an infinity or a scale beyond float16 would wait for the GPU. Without it, attention over such
         a page gives NaN.
-
-        Parameters
-        ----------
-        units
-            `PagePool.units_of` the pages that become full.
         """
         if not step.foldings:
             return

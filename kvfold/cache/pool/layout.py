@@ -36,21 +36,11 @@ def why_not_paged(formats: FormatPair) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a page's keys or values, in the bytes of the page.
+    """One tensor of a page's keys or values, in the bytes of the page."""
 
-    Attributes
-    ----------
-    name
-        Its name in `Pages`.
-    offset, nbytes
-        Where its bytes begin, and how many they are.
-    shape, dtype
-        The tensor's, for one page of one head.
-    """
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
+    name: str  # in `Pages`
+    offset: int  # where its bytes begin
+    shape: tuple[int, ...]  # for one page of one head
     dtype: torch.dtype
 
     @property
@@ -65,19 +55,7 @@ class Part:
 class PageLayout:
     """Keys and values of one page of one KV head as one run of bytes: codes, then numbers, wider dtypes first.
 
-    Parameters
-    ----------
-    formats
-        As `get_formats` gives them, not fitted to heads.
-
-    Attributes
-    ----------
-    page_size
-        Tokens a page.
-    keys, values
-        The parts of each side.
-    used
-        Bytes of a page.
+    The formats are not fitted to heads. `keys` and `values` are the parts of each side, `used` the bytes of a page.
     """
 
     def __init__(self, formats: FormatPair) -> None:
@@ -110,12 +88,7 @@ def _page_of(side: Format) -> Pages:
 class PagePool:
     """An engine's pool of blocks of one layer, as pages.
 
-    Parameters
-    ----------
-    blocks
-        (blocks, kv_heads, tokens a block, ·), each block one run of bytes.
-    layout
-        What a page is.
+    Blocks are (blocks, kv_heads, tokens a block, ·), each one run of bytes.
     """
 
     def __init__(self, blocks: Tensor, layout: PageLayout) -> None:
@@ -151,13 +124,7 @@ class PagePool:
         return block.astype(np.int64) * self.block_bytes + page * (self.page_bytes * self.kv_heads)
 
     def units(self, block_table: NDArray[np.integer]) -> NDArray[np.int64]:
-        """`page_at` counted in units, pages of one head, for GPU kernels.
-
-        Raises
-        ------
-        ValueError
-            If blocks do not lie whole units apart.
-        """
+        """`page_at` in units, pages of one head, for GPU kernels; raises ValueError if some lie between units."""
         return self._in_units(self.page_at(block_table))
 
     def units_of(self, pages: NDArray[np.integer]) -> NDArray[np.int64]:

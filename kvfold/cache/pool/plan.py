@@ -32,13 +32,7 @@ class Slots:
         self._after = []
 
     def of(self, page: int) -> int:
-        """The slot of an unfinished page.
-
-        Raises
-        ------
-        RuntimeError
-            If it has none.
-        """
+        """The slot of an unfinished page; raises RuntimeError if it has none."""
         if page not in self._slot_of:
             raise RuntimeError(
                 f"the unfinished tokens of page {page} are lost: the engine goes on with a page that it had given back"
@@ -114,19 +108,9 @@ def plan(
 ) -> EngineStep:  # fmt: skip
     """Plan a step, giving slots to pages that are begun.
 
-    Parameters
-    ----------
-    starts
-        First new token of each sequence in the batch, and the end of the last: (sequences + 1).
-    lengths
-        Tokens of each sequence, new ones included.
-    block_table
-        (sequences, blocks): block numbers; entries beyond a sequence's length are ignored.
-
-    Raises
-    ------
-    RuntimeError
-        If the tokens of an unfinished page are not there.
+    `starts` has the first new token of each sequence in the batch, and the end of the last: (sequences + 1). `lengths`
+    counts the tokens of each sequence, new ones included. `block_table` has block numbers, (sequences, blocks); entries
+    beyond a sequence's length are ignored. Raises RuntimeError if the tokens of an unfinished page are not there.
     """
     slots.begin_step()
     rows: list[tuple[int, int, int, int, int]] = []
