@@ -57,13 +57,7 @@ BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "reference": refer
 
 
 def backend_of(name: str) -> Backend:
-    """The backend of this name.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
-    """
+    """The backend of this name; raises ValueError if there is none."""
     if name not in BACKENDS:
         raise ValueError(f"backend = {name!r}: choose one of {', '.join(BACKENDS)}")
     return BACKENDS[name]

@@ -39,31 +39,15 @@ def attend(
     mask: mx.array | None = None,
     sink_logits: mx.array | None = None,
 ) -> mx.array:
-    """Attention of the tokens just appended over everything that their layer holds.
+    """`kvfold.attention.attend` for MLX: attention of the tokens just appended over all that their layer holds.
 
-    Parameters
-    ----------
-    query
-        (batch, heads, n, key_dim) for the n columns of `new`; heads a multiple of kv_heads.
-    new
-        What `ArrayLayer.append` returned for these tokens.
-    scaling
-        Factor on the scores.
-    mask
-        None for causal attention. Otherwise what broadcasts to (batch, heads, n, columns): bool, True where a query may
-        attend; or floating point, added to the scores. It then decides alone.
-    sink_logits
-        If given, one logit a head, (heads,), that takes part in the softmax and has no value.
+    Queries are (batch, heads, n, key_dim) for the n columns of `new`, which `ArrayLayer.append` returned; heads are a
+    multiple of kv_heads. `mask` is None for causal attention. Otherwise it is what broadcasts to (batch, heads, n,
+    columns): bool, True where a query may attend; or floating point, added to the scores. It then decides alone.
+    `sink_logits`, if given, are one logit a head, (heads,), that takes part in the softmax and has no value.
 
-    Returns
-    -------
-    mx.array
-        (batch, heads, n, value_dim) in the query's dtype; 0 for queries that the mask bars from every key.
-
-    Raises
-    ------
-    ValueError
-        On a query of another shape.
+    Returns (batch, heads, n, value_dim) in the query's dtype; 0 for queries that the mask bars from every key. Raises
+    ValueError on a query of another shape.
     """
     layer = new.layer
     assert isinstance(layer, ArrayLayer)
@@ -277,22 +261,7 @@ def _side(store: PageStore) -> Side:
 
 
 def page_scores(q: mx.array, pages: Pages, form: PageForm) -> mx.array:
-    """q·x̂ for every folded token, from codes.
-
-    q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c
-
-    Parameters
-    ----------
-    q
-        Rotated queries q̃, (batch, kv_heads, repeat, n, code_dim).
-    pages
-        Arrays (batch, kv_heads, N, …).
-
-    Returns
-    -------
-    mx.array
-        (batch, kv_heads, repeat, n, N·P).
-    """
+    """`kvfold.attention.reference.page_scores` in arrays, without plain channels."""
     levels = page_levels(pages, form)
     scale, offset = (None if x is None else _floats(x).flatten(2, 3) for x in (pages.scale, pages.offset))
     scores = None
@@ -312,20 +281,7 @@ def page_scores(q: mx.array, pages: Pages, form: PageForm) -> mx.array:
 
 
 def page_outputs(p: mx.array, pages: Pages, form: PageForm) -> mx.array:
-    """R·Σ_t p_t·x̂[t], from codes.
-
-    Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]])
-
-    Parameters
-    ----------
-    p
-        Weights, (batch, kv_heads, repeat, n, N·P).
-
-    Returns
-    -------
-    mx.array
-        (batch, kv_heads, repeat, n, D), in rotated coordinates.
-    """
+    """`kvfold.attention.reference.page_outputs` in arrays."""
     levels = page_levels(pages, form)
     scale, offset = (None if x is None else _floats(x).flatten(2, 3) for x in (pages.scale, pages.offset))
     parts = []

@@ -14,16 +14,9 @@ from kvfold.cache.pool.plan import EngineStep
 class PagedAttention:
     """Attention of one layer over its pool.
 
-    Parameters
-    ----------
-    layer
-        Pool, tails and formats.
-    heads
-        Query heads, a multiple of the pool's KV heads.
-    scaling, softcap, sink_logits
-        As for `kvfold.attention.attend`.
-    backend
-        One of `kvfold.attention.BACKENDS`; None for the kernel of the layer's device.
+    There are `heads` query heads, a multiple of the pool's KV heads. `scaling`, `softcap` and `sink_logits` are as for
+    `kvfold.attention.attend`. `backend` is one of `kvfold.attention.BACKENDS`; None for the kernel of the layer's
+    device.
     """
 
     def __init__(
@@ -46,25 +39,11 @@ class PagedAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, step: EngineStep) -> Tensor:
         """Fold what the step completes, attend, and keep what it leaves of unfinished pages.
 
-        Parameters
-        ----------
-        query
-            New tokens of all sequences, (tokens, heads, key_dim), in the tails' dtype like keys and values.
-        key, value
-            (tokens, kv_heads, dim).
-        step
-            `kvfold.cache.pool.plan.plan` of them.
+        Queries are those of the new tokens of all sequences, (tokens, heads, key_dim), in the tails' dtype like keys
+        and values, (tokens, kv_heads, dim). Returns float32, (tokens, heads, value_dim).
 
-        Returns
-        -------
-        Tensor
-            (tokens, heads, value_dim), float32.
-
-        Raises
-        ------
-        ValueError
-            On another shape or dtype. Unless the backend is "triton", also if a page that becomes full holds a NaN or
-            an infinity; with "cpu", also if a query does. Otherwise attention over it gives NaN.
+        Raises ValueError on another shape or dtype. Unless the backend is "triton", also if a page that becomes full
+        holds a NaN or an infinity; with "cpu", also if a query does. Otherwise attention over it gives NaN.
         """
         layer = self.layer
         kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim

@@ -93,23 +93,8 @@ def attend_pool(
 ) -> Tensor:
     """Attention of an engine's new tokens, one sequence after the other, in float32 or float64.
 
-    Pages that the step completes are folded first. What it leaves of unfinished pages is kept last.
-
-    Parameters
-    ----------
-    query
-        New tokens of all sequences, (tokens, heads, key_dim), in the tails' dtype like keys and values.
-    key, value
-        (tokens, kv_heads, dim).
-    layer, step
-        The pool, and what the step does to it.
-    scaling, softcap, sink_logits
-        As for `kvfold.attention.attend`.
-
-    Returns
-    -------
-    Tensor
-        (tokens, heads, value_dim).
+    Pages that the step completes are folded first. What it leaves of unfinished pages is kept last. What comes and what
+    returns has the shapes that `kvfold.attention.pool.PagedAttention` says.
     """
     layer.fold(step, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -262,21 +247,12 @@ class _Reader:
 
 
 def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
-    """q·x̂ for every folded token, from codes.
+    """q·x̂ for every folded token, from codes: (batch, kv_heads, repeat, n, N·P).
 
     q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c, and the products of plain channels.
 
-    Parameters
-    ----------
-    q
-        Rotated queries q̃, and plain channels after them, (batch, kv_heads, repeat, n, code_dim + plain_dim).
-    pages
-        (batch, kv_heads, N, …).
-
-    Returns
-    -------
-    Tensor
-        (batch, kv_heads, repeat, n, N·P).
+    `q` has rotated queries q̃, and plain channels after them, (batch, kv_heads, repeat, n, code_dim + plain_dim); pages
+    are (batch, kv_heads, N, …).
     """
     levels = form.levels(pages).to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, D)
     scale = _token_scale(pages, levels)
@@ -299,19 +275,11 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
 
 
 def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
-    """R·Σ_t p_t·x̂[t], from codes.
+    """R·Σ_t p_t·x̂[t], from codes: (batch, kv_heads, repeat, n, D), in rotated coordinates.
 
     Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]])
 
-    Parameters
-    ----------
-    p
-        Weights, (batch, kv_heads, repeat, n, N·P).
-
-    Returns
-    -------
-    Tensor
-        (batch, kv_heads, repeat, n, D), in rotated coordinates.
+    Weights are (batch, kv_heads, repeat, n, N·P).
     """
     levels = form.levels(pages).to(p.dtype).flatten(2, 3)
     scale = _token_scale(pages, levels)

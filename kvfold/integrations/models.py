@@ -102,17 +102,9 @@ def sources_of(name: str | os.PathLike[str]) -> list[Path]:
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     """A model's config without the model; defaults replace what its file leaves out.
 
-    Parameters
-    ----------
-    name
-        "smollm2", or a folder with a config.json or one GGUF file.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such folder, or neither file in it.
-    ValueError
-        If transformers makes no config of the file, it is damaged, or a size is no whole number.
+    `name` is "smollm2", or a folder with a config.json or one GGUF file. Raises FileNotFoundError if there is no such
+    folder, or neither file in it, and ValueError if transformers makes no config of the file, it is damaged, or a size
+    is no whole number.
     """
     folder = _demo_file().parent if name == DEMO_NAME else Path(name)
     if not folder.is_dir():
@@ -140,13 +132,7 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json.
-
-    Raises
-    ------
-    ValueError
-        If it is no JSON object.
-    """
+    """A folder's config.json; raises ValueError if it is no JSON object."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -202,13 +188,7 @@ def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTr
 
 
 def demo_folder() -> Path:
-    """The demo model as an ordinary model folder, made on first use.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the package is missing.
-    """
+    """The demo model as an ordinary model folder, made on first use; FileNotFoundError as `demo_model`."""
     gguf, folder = _demo_file(), _kept_folder()
     if not (folder / "config.json").is_file():
         try:

@@ -19,12 +19,8 @@ def standard_text() -> str:
 def read_text(path: str | os.PathLike[str], name: str = "text") -> str:
     """The text of a UTF-8 file.
 
-    Raises
-    ------
-    OSError
-        If there is no such file, or it may not be read; the message begins with `name`.
-    ValueError
-        If it holds no text, or is no UTF-8.
+    Raises OSError, with a message that begins with `name`, if there is no such file, or it may not be read; ValueError
+    if it holds no text, or is no UTF-8.
     """
     try:
         words = check_input(path, name).read_text(encoding="utf-8")
@@ -38,12 +34,9 @@ def read_text(path: str | os.PathLike[str], name: str = "text") -> str:
 
 
 def check_text(text: str, name: str) -> str:
-    """`text` if it is Unicode: arguments that are no UTF-8 come with surrogates in the place of their bytes.
+    """`text`; raises ValueError if it is no Unicode.
 
-    Raises
-    ------
-    ValueError
-        If it is none.
+    Arguments that are no UTF-8 come with surrogates in the place of their bytes.
     """
     try:
         text.encode()

@@ -16,27 +16,14 @@ class Passes:
     """Checks that each pass of a model, and each trim, reaches all layers of a prompt cache.
 
     An interrupt may end a pass in a model's own code, between two layers. So the check comes when the next pass begins.
-
-    Parameters
-    ----------
-    name
-        The name by which layers of the same prompt cache find each other once they are loaded, one by one.
-
-    Attributes
-    ----------
-    broken
-        Why one of the layers did not take the tokens that others took; None if all is well.
-    trace
-        Whether the log has said that a trim left a trace.
-    budgets
-        The budgets that give bits to layers that were loaded.
+    Layers of the same prompt cache find each other by its `name` once they are loaded, one by one.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or secrets.token_hex(8)
-        self.broken: str | None = None
-        self.trace = False
-        self.budgets: PromptBudgets | None = None
+        self.broken: str | None = None  # why one of the layers did not take the tokens that others took
+        self.trace = False  # whether the log has said that a trim left a trace
+        self.budgets: PromptBudgets | None = None  # those that give bits to layers that were loaded
         self._layers: WeakValueDictionary[int, ArrayLayer] = WeakValueDictionary()
         self._last: tuple[float, int, int] = inf, 0, 0  # the layer that changed last, and its tokens before and after
 

@@ -30,28 +30,13 @@ class _Tried(FoldedKVCache):
 
 
 def planned_shapes(model: Any, folding: Sequence[int]) -> dict[int, tuple[int, int, int, int]]:
-    """Shapes of what the model would give to folded layers of its prompt cache.
+    """Shapes of what an attached model would give to the layers `folding` of its prompt cache, by their index.
 
+    A shape is batch, KV heads, and channels of a key and of a value. Layers that the model does not use are left out.
     MLX computes arrays only when they are evaluated; those of these passes never are.
 
-    Parameters
-    ----------
-    model
-        A model of mlx-lm, attached.
-    folding
-        Indices of the layers.
-
-    Returns
-    -------
-    dict
-        By index: batch, KV heads, and channels of a key and of a value. Layers that the model does not use are left
-        out.
-
-    Raises
-    ------
-    ValueError
-        If it does anything with cached keys and values but hand them to `attach`'s attention, each layer after the one
-        before.
+    Raises ValueError if the model does anything with cached keys and values but hand them to `attach`'s attention, each
+    layer after the one before.
     """
     if not folding:
         return {}

@@ -18,21 +18,13 @@ MIB = 2**20
 
 
 def set_memory_limits(cache: int | None = None, memory: int | None = None, wired: int | None = None) -> None:
-    """Set MLX's own memory limits, for the whole process.
+    """Set MLX's own memory limits, in MiB, for the whole process.
 
-    Parameters
-    ----------
-    cache
-        MiB of freed memory that MLX keeps for itself.
-    memory
-        MiB that MLX takes in all; it waits for running work, and then swaps, before it takes more.
-    wired
-        MiB that stay in memory and are not swapped, on Macs from macOS 15 on; it replaces mlx-lm's own choice.
+    `cache` is freed memory that MLX keeps for itself. `memory` is what it takes in all; it waits for running work, and
+    then swaps, before it takes more. `wired` stays in memory and is not swapped, on Macs from macOS 15 on; it replaces
+    mlx-lm's own choice.
 
-    Raises
-    ------
-    ValueError
-        If a number is negative or beyond any memory, or `wired` is given where there is no Metal.
+    Raises ValueError if a number is negative or beyond any memory, or `wired` is given where there is no Metal.
     """
     for name, mib in (("cache", cache), ("memory", memory), ("wired", wired)):
         if mib is not None:
@@ -58,16 +50,8 @@ def mlx_answer(
 ) -> Answer:
     """Read `ids` (1, T) into an empty cache, and answer; greedy at temperature 0.
 
-    Parameters
-    ----------
-    model, tokenizer
-        Of mlx-lm.
-    wired
-        Whether a limit of wired memory was set that must stay.
-    progress
-        Called with how many tokens of the prompt have been read, and how many are to be.
-    say
-        Called with each piece of text.
+    Whoever set a limit of wired memory says so by `wired`, and it stays. `progress` is called with how many tokens of
+    the prompt have been read, and how many are to be, `say` with each piece of text.
     """
     said: list[int] = []
     detokenizer, start = tokenizer.detokenizer, time.perf_counter()

@@ -26,14 +26,7 @@ from kvfold.kernels.mlx.arrays import to_torch
 class MlxRuntime:
     """`kvfold.evaluate.runtime.Runtime` of a model of mlx-lm.
 
-    Parameters
-    ----------
-    model
-        The model.
-    config
-        Its config, as transformers has it.
-    tokenizer
-        mlx-lm's, if text is to be made.
+    The config is as transformers has it; the tokenizer is mlx-lm's, if text is to be made.
     """
 
     packages: tuple[str, ...] = ("mlx", "mlx-lm")

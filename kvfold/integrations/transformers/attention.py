@@ -33,22 +33,10 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls as a layer's attention function.
 
-    Folded keys and values are read folded; everything else goes on to `own`.
-
-    Parameters
-    ----------
-    module, query, key, value, attention_mask
-        As transformers gives them.
-    own
-        The attention function that this one wraps; None for models for which transformers has only "eager".
-    kwargs
-        Other arguments of that function. Folded attention uses `scaling`, `softcap` (a bound of scores) and `s_aux`
-        (logits of attention sinks).
-
-    Raises
-    ------
-    ValueError
-        If folded attention is asked for something that it does not do.
+    Folded keys and values are read folded; everything else goes on to `own`, the attention function that this one
+    wraps. It is None for models for which transformers has only "eager". Of the other arguments of that function,
+    folded attention uses `scaling`, `softcap` (a bound of scores) and `s_aux` (logits of attention sinks). Raises
+    ValueError if it is asked for something that it does not do.
     """
     appended = appended_of(key, value)
     awaited = None if appended is not None else take_awaited(query, key, value)
@@ -89,10 +77,7 @@ def _check(
 ) -> None:
     """Raise if folded attention would give another answer than the function that it replaces.
 
-    Parameters
-    ----------
-    swallows
-        Whether that function ignores keywords that it does not know, as "sdpa" does; models that choose it expect that.
+    That function `swallows` keywords that it does not know if it is "sdpa"; models that choose it expect that.
     """
     if module.training:
         raise ValueError(

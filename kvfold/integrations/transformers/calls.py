@@ -9,14 +9,9 @@ from transformers import PreTrainedModel
 
 
 def cache_argument(model: PreTrainedModel, past: Any) -> dict[str, Any]:
-    """A cache as the keyword argument by which `model` and its `generate` take one.
+    """A cache as the keyword argument by which `model` and its `generate` take one; ValueError if they take none.
 
     That is `cache` from transformers 5.24 on, and was `past_key_values` before.
-
-    Raises
-    ------
-    ValueError
-        If the model takes none.
     """
     name = cache_name(type(model).forward)
     if name is None:

@@ -15,10 +15,7 @@ from kvfold.integrations.transformers.shapes import layer_configs
 def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> Eviction:
     """The policy, completed for this model.
 
-    Raises
-    ------
-    ValueError
-        If the policy or its statistics do not fit the model or its formats.
+    Raises ValueError if the policy or its statistics do not fit the model or its formats.
     """
     for layer in layers:
         if "tbqx3" in layer.config.format.split(":"):
@@ -66,10 +63,8 @@ def _tri_attention(policy: TriAttention, config: PreTrainedConfig, layers: Seque
 def model_rope(config: PreTrainedConfig) -> Rope:
     """A model's RoPE.
 
-    Raises
-    ------
-    ValueError
-        If no one set of frequencies turns all its keys: then there are no statistics of queries before RoPE.
+    Raises ValueError if no one set of frequencies turns all its keys: then there are no statistics of queries before
+    RoPE.
     """
     dims = {getattr(own, "head_dim", None) for own in layer_configs(config, config.num_hidden_layers)}
     if len(dims) > 1:

@@ -21,11 +21,6 @@ class LatentLayer(FoldedLayer):
     """A folded layer that transformers gives a latent (batch, 1, n, rank) and a rotary part (batch, 1, n, rope).
 
     Releases before transformers 5.20 give expanded keys and values instead, which fold as any others.
-
-    Parameters
-    ----------
-    rank, rope
-        Channels of the two parts.
     """
 
     def __init__(self, *args: Any, rank: int, rope: int) -> None:

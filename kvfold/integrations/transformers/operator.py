@@ -100,17 +100,9 @@ def append_and_attend(
 ) -> Tensor:
     """Append new tokens to a layer of the cache with that number, then `kvfold.attention.attend`.
 
-    No gradients flow through it. Its first tensor is on a CPU, which keeps it out of CUDA graphs.
-
-    Parameters
-    ----------
-    query, key, value
-        (batch, heads, n, key_dim), (batch, kv_heads, n, key_dim) and (batch, kv_heads, n, value_dim) of the new tokens.
-
-    Returns
-    -------
-    Tensor
-        (batch, n, heads, value_dim).
+    No gradients flow through it. Its first tensor is on a CPU, which keeps it out of CUDA graphs. The new tokens'
+    queries, keys and values are (batch, heads, n, key_dim), (batch, kv_heads, n, key_dim) and (batch, kv_heads, n,
+    value_dim), the output is (batch, n, heads, value_dim).
     """
     return _CACHES[int(cache)].append_and_attend(
         layer, query, key, value, mask=mask, scaling=scaling, softcap=softcap, sink_logits=sink_logits, backend=backend

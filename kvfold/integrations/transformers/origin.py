@@ -33,13 +33,7 @@ def fingerprint(model: nn.Module) -> dict[str, str] | None:
 
 
 class Origin:
-    """The model that filled a cache: a weak reference, or the fingerprint from a file.
-
-    Parameters
-    ----------
-    saved
-        A fingerprint that the next model must have; None if any will do.
-    """
+    """The model that filled a cache: a weak reference, or the fingerprint from a file, which the next must have."""
 
     def __init__(self, saved: dict[str, str] | None = None) -> None:
         self.saved = saved
@@ -50,13 +44,7 @@ class Origin:
         return self._model is not None and self._model() is model
 
     def see(self, model: nn.Module) -> None:
-        """Remember that `model` fills the cache.
-
-        Raises
-        ------
-        ValueError
-            If its fingerprint is not the saved one.
-        """
+        """Remember that `model` fills the cache; raises ValueError if its fingerprint is not the saved one."""
         own = None if self.saved is None else fingerprint(model)
         if self.saved is not None and own is None:
             logger.warning("weights are offloaded: nobody can tell whether this model filled the loaded cache")

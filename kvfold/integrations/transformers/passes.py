@@ -18,14 +18,7 @@ class Passes:
     """Keeps all layers of a cache at the same tokens.
 
     An attached model tells when a pass begins and ends. For other models, passes are inferred from touches of layers
-    and the calls that they come from (`WatchedPass`).
-
-    Parameters
-    ----------
-    layers, shapes
-        Of the cache.
-    under_way
-        What layers know of the current pass.
+    and the calls that they come from (`WatchedPass`). What layers know of the current pass is `under_way`.
     """
 
     def __init__(self, layers: list[Any], shapes: Sequence[LayerShape], under_way: ForwardPass) -> None:
@@ -102,10 +95,7 @@ class Passes:
     def forget_unended(self) -> None:
         """Roll back a pass of a model that is not attached, if it never ended: nothing announces its end.
 
-        Raises
-        ------
-        RuntimeError
-            If it had not ended: the model has read this cache's length already.
+        Raises RuntimeError if it had not ended: the model has read this cache's length already.
         """
         if self.is_under_way:
             self.roll_back()
@@ -124,13 +114,7 @@ class Passes:
             )
 
     def end_unended(self, done: str) -> None:
-        """Roll back a pass that was interrupted, so that layers change together.
-
-        Raises
-        ------
-        ValueError
-            If it is under way.
-        """
+        """Roll back a pass that was interrupted, so that layers change together; ValueError if it is under way."""
         if not self.is_under_way:
             return
         if self._under_way.reads_folded or next(calling_modules(), None) is not None:

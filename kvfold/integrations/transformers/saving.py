@@ -45,10 +45,7 @@ def config_to_saved(config: PreTrainedConfig) -> dict[str, Any]:
 def config_from_saved(plain: dict[str, Any], given: PreTrainedConfig | None) -> PreTrainedConfig:
     """The config that `config_to_saved` saved, or `given` if it makes the same cache.
 
-    Raises
-    ------
-    ValueError
-        If `given` makes another cache, or there is none and transformers does not know the saved one.
+    Raises ValueError if `given` makes another cache, or there is none and transformers does not know the saved one.
     """
     if given is not None:
         own = config_to_saved(given.get_text_config(decoder=True))
@@ -87,13 +84,7 @@ def check_savable(layers: Sequence[Any]) -> None:
 
 
 def layer_to_saved(layer: Any, index: int) -> Contents:
-    """One layer of a cache.
-
-    Raises
-    ------
-    ValueError
-        If its class is not one whose state is known.
-    """
+    """One layer of a cache; raises ValueError if its class is not one whose state is known."""
     kind = type(layer)
     if isinstance(layer, FoldedLayer):
         saved = folded_to_saved(layer.folded)
@@ -117,10 +108,7 @@ def layer_to_saved(layer: Any, index: int) -> Contents:
 def layer_from_saved(layer: Any, saved: Contents, index: int) -> None:
     """Let a new layer hold what `layer_to_saved` saved; everything is taken out of `saved`.
 
-    Raises
-    ------
-    ValueError
-        If it is a layer of another class, or does not hold such keys and values.
+    Raises ValueError if it is a layer of another class, or does not hold such keys and values.
     """
     name = saved.take("class", str)
     if name != type(layer).__name__:
@@ -168,13 +156,7 @@ def held_by_layer(layers: list[Any], config: PreTrainedConfig) -> dict[int, tupl
 
 
 def batch_and_tokens(layers: list[Any], config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Batch rows and tokens that a cache's layers hold; None if they hold nothing.
-
-    Raises
-    ------
-    ValueError
-        If some hold more than others.
-    """
+    """Batch rows and tokens that a cache's layers hold; None if they hold nothing, ValueError if some hold more."""
     held = held_by_layer(layers, config)
     if not held:
         return None
@@ -189,13 +171,7 @@ def batch_and_tokens(layers: list[Any], config: PreTrainedConfig) -> tuple[int, 
 
 
 def cache_to_saved(cache: Any, ids: Tensor | None) -> Contents:
-    """What a `FoldedCache` holds, and the ids of its tokens, if they are given.
-
-    Raises
-    ------
-    ValueError
-        If a layer is of a class whose state is not known, or `ids` are not of as many tokens as the cache holds.
-    """
+    """What a `FoldedCache` holds, and the ids of its tokens, if they are given; raises as `FoldedCache.save`."""
     held, padding = batch_and_tokens(cache.layers, cache.text_config), cache.forward_pass.padding
     saved = Contents({"config": config_to_saved(cache.text_config), "layers": len(cache.layers)})
     saved.data["padding"] = None if padding is None else list(padding)
@@ -216,19 +192,9 @@ def cache_to_saved(cache: Any, ids: Tensor | None) -> Contents:
 
 
 def cache_from_saved(saved: Contents, make: Callable[..., Any], config: PreTrainedConfig | None) -> Any:
-    """The cache that `cache_to_saved` saved.
+    """The cache that `cache_to_saved` saved; `make` makes an empty one, `config` is that of `FoldedCache.load`.
 
-    Parameters
-    ----------
-    make
-        Makes an empty one: `FoldedCache`.
-    config
-        As `FoldedCache.load` takes it.
-
-    Raises
-    ------
-    ValueError
-        If the parts do not fit together, or the config.
+    Raises ValueError if the parts do not fit together, or the config.
     """
     own = config_from_saved(saved.take("config", dict), config)
     parts = [saved.part(f"layer{i}") for i in range(saved.number("layers"))]

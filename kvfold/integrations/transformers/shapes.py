@@ -32,10 +32,7 @@ class HeadDim:
 def cache_layers(config: PreTrainedConfig) -> list[Any]:
     """The layers that transformers gives a model's cache.
 
-    Raises
-    ------
-    ValueError
-        If the config is of an encoder-decoder model, or transformers makes no cache by it.
+    Raises ValueError if the config is of an encoder-decoder model, or transformers makes no cache by it.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError("config is of an encoder-decoder model: only caches of decoder-only models fold")
@@ -50,19 +47,9 @@ def cache_layers(config: PreTrainedConfig) -> list[Any]:
 
 
 def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any] | None = None) -> tuple[LayerShape, ...]:
-    """Shapes of all layers of a model's cache.
+    """Shapes of all layers of a model's cache; a nested config of the language model is found.
 
-    Parameters
-    ----------
-    config
-        The model's config; a nested one of the language model is found.
-    layers
-        The result of `cache_layers`, if it exists already.
-
-    Raises
-    ------
-    ValueError
-        As `cache_layers`.
+    `layers` is the result of `cache_layers`, if it exists already; else ValueError as there.
     """
     text = config.get_text_config(decoder=True)
     layers = cache_layers(config) if layers is None else layers
@@ -99,16 +86,11 @@ def check_shape(key: Tensor, shape: LayerShape, index: int, config: PreTrainedCo
 
 
 def resolve_head_dim(config: PreTrainedConfig) -> HeadDim:
-    """Head dimension by a cascade of five steps, cross-checked.
+    """Head dimension by a cascade of five steps, cross-checked; raises ValueError if the config has none of them.
 
-    MLA key length, explicit key length, sliding-window key length, value length, hidden size over
-    heads: the first that the config has decides, and the others are kept as evidence. MLA comes first, as its configs
-    have an explicit length, too, but of the rotary part alone.
-
-    Raises
-    ------
-    ValueError
-        If the config has none of them.
+    MLA key length, explicit key length, sliding-window key length, value length, hidden size over heads: the first that
+    the config has decides, and the others are kept as evidence. MLA comes first, as its configs have an explicit
+    length, too, but of the rotary part alone.
     """
     config = config.get_text_config(decoder=True)
     nope, rope = _number(config, "qk_nope_head_dim"), _number(config, "qk_rope_head_dim")

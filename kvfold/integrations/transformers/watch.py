@@ -12,15 +12,10 @@ class WatchedPass:
 
     A pass is one call of the model that runs the layers. It has ended once its last layer was touched. Later layers may
     still follow if no pass had touched them before.
-
-    Attributes
-    ----------
-    touched
-        What it has touched so far: layers, and what was done to them.
     """
 
     def __init__(self) -> None:
-        self.touched: set[tuple[int, object]] = set()
+        self.touched: set[tuple[int, object]] = set()  # layers, and what was done to them
         self._last: int | None = None
         self._caller: FrameType | None = None
         self._by_model = False

@@ -70,17 +70,7 @@ class FoldedMetadata:
 
 
 class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[misc]
-    """Plans steps for layers that share blocks.
-
-    Attributes
-    ----------
-    slots
-        Who has which slot of these layers' tails.
-    observing
-        Whether the engine measures keys: its steps are whole prompts then, and nothing is stored.
-    pages_folded
-        Pages folded so far, of one layer.
-    """
+    """Plans steps for layers that share blocks."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -88,9 +78,9 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_size = _FORMATS[kv_cache_spec.head_size].keys.page_size
         self.pages_a_block = kv_cache_spec.block_size // self.page_size
-        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs)
-        self.observing = False
-        self.pages_folded = 0
+        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs)  # of these layers' tails
+        self.observing = False  # whether the engine measures keys: steps are whole prompts, and nothing is stored
+        self.pages_folded = 0  # so far, of one layer
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -11,13 +11,7 @@ class FoldedGpuBackend(TurboQuantAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> type:
-        """vLLM's implementation.
-
-        Raises
-        ------
-        NotImplementedError
-            If the config asks for kvfold.
-        """
+        """vLLM's implementation; raises NotImplementedError if the config asks for kvfold."""
         config = get_current_vllm_config_or_none()
         if config is not None and Options.of(config.additional_config) is not None:
             raise NotImplementedError(

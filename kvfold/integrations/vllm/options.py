@@ -25,10 +25,7 @@ class Options:
     def of(cls, additional_config: object) -> "Options | None":
         """The options in vLLM's additional config; None if it does not mention kvfold.
 
-        Raises
-        ------
-        ValueError
-            On an unknown option, or an invalid value.
+        Raises ValueError on an unknown option, or an invalid value.
         """
         if not isinstance(additional_config, Mapping) or KEY not in additional_config:
             return None
@@ -44,13 +41,7 @@ class Options:
         return options
 
     def formats(self, head_dim: int) -> FormatPair:
-        """The formats of heads of `head_dim` channels, not fitted.
-
-        Raises
-        ------
-        ValueError
-            If such pages cannot be in a shared pool.
-        """
+        """The formats of heads of `head_dim` channels, not fitted; ValueError if a pool cannot share such pages."""
         pair = get_formats(self.format, head_dim, head_dim)
         if (why := why_not_paged(pair)) is not None:
             raise ValueError(f"format = {self.format!r} cannot be served: {why}; take kvfold-4")

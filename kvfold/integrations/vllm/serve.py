@@ -17,19 +17,9 @@ SEQUENCES = 32
 def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) -> list[str]:
     """Arguments of `vllm serve`.
 
-    Parameters
-    ----------
-    model
-        "smollm2", a folder, or a name on a hub.
-    options
-        What to fold into; None leaves vLLM as it is.
-    rest
-        Passed on as they are; what they set is not set again.
-
-    Raises
-    ------
-    ValueError
-        If `rest` has an additional config of its own that is no JSON object, or a file of options.
+    The model is "smollm2", a folder, or a name on a hub. `options` say what to fold into; None leaves vLLM as it is.
+    `rest` is passed on as it is; what it sets is not set again. Raises ValueError if it has an additional config of its
+    own that is no JSON object, or a file of options.
     """
     own = list(rest)
 
@@ -83,10 +73,7 @@ def _take_config(words: list[str]) -> dict[str, object]:
 def run(arguments: Sequence[str], *, folds: bool) -> None:
     """`vllm` with these arguments, in this process.
 
-    Raises
-    ------
-    ValueError
-        If vLLM is not installed here, or is to fold and does not run on kvfold's platform.
+    Raises ValueError if vLLM is not installed here, or is to fold and does not run on kvfold's platform.
     """
     try:
         importlib.metadata.distribution("vllm")

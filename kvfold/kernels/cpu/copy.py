@@ -14,17 +14,8 @@ def copy_finite(
 ) -> bool:
     """Copy tokens into targets from token `first` on, in the targets' dtypes; returns whether all copies are finite.
 
-    Parameters
-    ----------
-    sources, targets
-        Equally many, floating point, (batch, heads, tokens, dim); targets may have more tokens.
-    instruction_set
-        For a CPU: one of `kvfold.attention.cpu.INSTRUCTION_SETS`.
-
-    Raises
-    ------
-    ValueError
-        On shapes that do not fit.
+    Sources and targets are floating point, (batch, heads, tokens, dim); targets may have more tokens. On a CPU,
+    `instruction_set` is one of `kvfold.attention.cpu.INSTRUCTION_SETS`. Raises ValueError on shapes that do not fit.
     """
     pairs = list(zip(sources, targets, strict=True))
     whole = cpu.copy(instruction_set, pairs, first)

@@ -32,19 +32,7 @@ class TokenPages:
 class TokenFolder:
     """Folds single tokens of every head, as `kvfold.kernels.ops.fold_rotated` would, into free slots of pages.
 
-    Parameters
-    ----------
-    streams
-        Where tokens go: keys and values, or one stream for both.
-    instruction_set
-        One of `kvfold.attention.cpu.INSTRUCTION_SETS`.
-
-    Attributes
-    ----------
-    sides
-        The streams as the kernel knows them.
-    tensors
-        All that it reads or writes.
+    Tokens go to `streams`: keys and values, or one stream for both.
     """
 
     def __init__(self, streams: Sequence[TokenPages], instruction_set: str = INSTRUCTION_SET) -> None:
@@ -60,27 +48,12 @@ class TokenFolder:
         return self._addresses.moved()
 
     def fold(self, x: Sequence[Tensor], dtypes: Sequence[torch.dtype], page: int, slot: int) -> bool:
-        """Fold a token.
+        """Fold a token into a free slot of a page, whose codes and scales are 0.
 
-        Parameters
-        ----------
-        x
-            For each stream, floating point, (batch, heads, 1, dim).
-        dtypes
-            For each stream, the dtype that numbers are rounded to before they are folded.
-        page, slot
-            The free slot to fold into; its codes and scales are 0.
-
-        Returns
-        -------
-        bool
-            Whether that was done. If not, nothing has changed: a number or a scale is not finite, or the kernel does
-            not read a dtype.
-
-        Raises
-        ------
-        ValueError
-            On tokens of another shape, or a page or slot that does not exist.
+        Each stream has a token, floating point, (batch, heads, 1, dim), and the dtype that its numbers are rounded to
+        before they are folded. Returns whether that was done. If not, nothing has changed: a number or a scale is not
+        finite, or the kernel does not read a dtype. Raises ValueError on tokens of another shape, or a page or slot
+        that does not exist.
         """
         pages, slots = self._room
         if not (0 <= page < pages and 0 <= slot < slots):

@@ -18,23 +18,11 @@ def unpack_levels(
     bits: Sequence[int],
     lanes: Lanes,
 ) -> mx.array:
-    """lut[code] of every code.
+    """lut[code] of every code: float32, (…, page_size, head_dim).
 
-    Parameters
-    ----------
-    packed
-        uint8, (…, bytes of a page's codes).
-    lut
-        Levels of each channel group: float32, (⌈head_dim/16⌉, levels).
-    kinds
-        For each channel group, the first group with the same bits and levels (`PageForm.kinds`).
-    page_size, head_dim, bits, lanes
-        As `kvfold.quant.packing.unpack_levels` has them.
-
-    Returns
-    -------
-    mx.array
-        float32, (…, page_size, head_dim).
+    `packed` is uint8, (…, bytes of a page's codes). `lut` has the levels of each channel group: float32,
+    (⌈head_dim/16⌉, levels). `kinds` has for each group the first one with the same bits and levels (`PageForm.kinds`).
+    The others are as `kvfold.quant.packing.unpack_levels` has them.
     """
     lead, rows = packed.shape[:-1], page_size // TILE
     levels = table(lut)

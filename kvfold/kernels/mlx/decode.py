@@ -61,22 +61,13 @@ def fits(repeat: int, key_dim: int, page_size: int) -> bool:
 def decode(
     q: mx.array, keys: Side, values: Side, pages: int, tokens: int, kernel: Callable[..., Any] | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Read the first `tokens` folded tokens with one query a head.
+    """Read the first `tokens` folded tokens, which lie in `pages` pages, with one query a head.
 
-    Parameters
-    ----------
-    q
-        Rotated queries, scaled: float32, (batch, kv_heads, repeat, code_dim).
-    pages
-        Pages that the tokens lie in.
-    kernel
-        Makes the kernel instead of `mx.fast.metal_kernel`; for tests.
+    Queries are rotated and scaled: float32, (batch, kv_heads, repeat, code_dim). Tests make the kernel by `kernel`
+    instead of `mx.fast.metal_kernel`.
 
-    Returns
-    -------
-    tuple of mx.array
-        Of each part of the context: the highest score and Σ exp(score − highest), (batch, kv_heads, repeat, parts), and
-        the sum of values with these weights, in rotated coordinates, (batch, kv_heads, repeat, parts, code_dim).
+    Returns for each part of the context the highest score and Σ exp(score − highest), (batch, kv_heads, repeat, parts),
+    and the sum of values with these weights, in rotated coordinates, (batch, kv_heads, repeat, parts, code_dim).
     """
     batch, kv_heads, repeat, _ = q.shape
     splits = max(1, min(MOST_SPLITS, pages // FEWEST_PAGES))
