@@ -10,15 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli.options import (
+    Dtype,
+    Formats,
     Json,
     Model,
     TextFile,
+    counted,
     formats_beside_dense,
     listed_integers,
     parse_dtype,
     print_json,
     text_of,
-    token_progress,
 )
 from kvfold.evaluate import plots
 from kvfold.evaluate.speed import SpeedRow, measure_speed
@@ -29,10 +31,10 @@ from kvfold.integrations.transformers import attach
 
 def bench(
     model: Model = "smollm2",
-    formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = "kvfold-4,kvfold-2",
+    formats: Formats = "kvfold-4,kvfold-2",
     contexts: Annotated[str, typer.Option(help="Lengths of prompts in tokens, separated by commas.")] = "512,2048,7900",
     new: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens to decode after each prompt.")] = 32,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
     text: TextFile = None,
     plot: Annotated[
@@ -58,14 +60,12 @@ def bench(
     network, tokenizer = load_model(model, weights)
     attach(network)
     ids = tokenizer(words, return_tensors="pt").input_ids
-    with token_progress() as progress:
-        task = progress.add_task("timing", total=sum((1 + len(names)) * (length + new) for length in lengths))
-        rows = measure_speed(network, ids, names, lengths, new, progress=lambda n: progress.advance(task, n))
+    with counted("timing", sum((1 + len(names)) * (length + new) for length in lengths)) as done:
+        rows = measure_speed(network, ids, names, lengths, new, progress=done)
     if plot is not None:
         plots.save(plots.speed(rows), plot)
     if as_json:
-        print_json([row.to_json(model=model, dtype=str(network.dtype)) for row in rows])
-        return
+        return print_json([row.to_json(model=model, dtype=str(network.dtype)) for row in rows])
     _print(rows, model, network.dtype)
 
 

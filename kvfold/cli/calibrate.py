@@ -1,6 +1,7 @@
 """`kvfold calibrate`: measure a model's keys and queries once, for all prompts."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
 from kvfold.cache.files.paths import check_output
 from kvfold.cache.policy import Policy
-from kvfold.cli.options import Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
+from kvfold.cli.options import Dtype, Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
 from kvfold.evaluate import split_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats.numbers import LARGEST
@@ -37,17 +38,15 @@ def calibrate(
     ] = False,
     text: TextFile = None,
     passage: Annotated[
-        int,
-        typer.Option(min=SHORTEST, max=LARGEST, help=f"Tokens of each passage; {FEWEST} or more for budgets."),
+        int, typer.Option(min=SHORTEST, max=LARGEST, help=f"Tokens of each passage; {FEWEST} or more for budgets.")
     ] = 1_024,
     passages: Annotated[
         int, typer.Option(min=1, max=LARGEST, help="How many passages, spread evenly over the text.")
     ] = 4,
     budgets: Annotated[
-        bool,
-        typer.Option(help="Also measure what folding each layer costs, two short passes a layer and passage."),
+        bool, typer.Option(help="Also measure what folding each layer costs, two short passes a layer and passage.")
     ] = True,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model once, for kvfold-4, kvfold-3 and kvfold-2: which channels of keys its queries look at, and what
@@ -70,6 +69,7 @@ def calibrate(
     """
     weights = parse_dtype(dtype)
     words = text_of(text)
+    text_sha = text_sha256(words)
     out = out or Path("queries.tria" if eviction else "calibration.safetensors")
     check_output(out, "out", (text, *sources_of(model)))
     if budgets and not eviction and passage < FEWEST:
@@ -78,34 +78,27 @@ def calibrate(
         )
     network, tokenizer = load_model(model, weights)
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
+    tokens = sum(part.shape[1] for part in parts)
     with token_progress() as progress:
-        task = progress.add_task("reading", total=sum(part.shape[1] for part in parts))
-
-        def read(tokens: int) -> None:
-            progress.advance(task, tokens)
-
+        read = partial(progress.advance, progress.add_task("reading", total=tokens))
         if eviction:
             queries = measure_queries(network, parts, progress=read)
             queries.save(out)
-            layers = sum(map(queries.measured, range(queries.layers)))
-            rows = []
+            layers, rows = sum(map(queries.measured, range(queries.layers))), []
         else:
-            result = measure(network, parts, about={"text_sha": text_sha256(words)}, progress=read)
+            result = measure(network, parts, about={"text_sha": text_sha}, progress=read)
             if budgets:
                 passes = progress.add_task("folding one layer at a time", total=None)
-
-                def folded(done: int, total: int) -> None:
-                    progress.update(passes, completed=done * TAIL, total=total * TAIL)
-
-                result = measure_losses(network, parts, result, progress=folded)
+                result = measure_losses(
+                    network, parts, result,
+                    progress=lambda done, total: progress.update(passes, completed=done * TAIL, total=total * TAIL),
+                )  # fmt: skip
             result.save(out)
             layers = len(result.layers)
             rows = _rows(result, network.config.get_text_config(decoder=True).num_hidden_layers)
-    tokens = sum(part.shape[1] for part in parts)
     if as_json:
-        about = {"model": model, "out": str(out), "layers": layers, "tokens": tokens, "text_sha": text_sha256(words)}
-        print_json(about | {"losses": rows, "versions": versions()})
-        return
+        about = {"model": model, "out": str(out), "layers": layers, "tokens": tokens, "text_sha": text_sha}
+        return print_json(about | {"losses": rows, "versions": versions()})
     if rows:
         _print(rows)
     Console(stderr=True).print(f"{out}: {layers} layers, {tokens} tokens", highlight=False, soft_wrap=True)

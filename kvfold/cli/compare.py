@@ -1,13 +1,14 @@
 """`kvfold compare`: the same prompt through two executors."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Json, Model, TextFile, check_format, print_json, text_of, token_progress
-from kvfold.evaluate.compare import Executor, matched
+from kvfold.cli.options import Format, Json, Model, TextFile, check_format, counted, print_json, text_of
+from kvfold.evaluate.compare import COLUMNS, Executor, cells
 from kvfold.evaluate.compare import compare as compare_executors
 from kvfold.evaluate.quality import split_passages, versions
 from kvfold.formats import DEFAULT
@@ -20,7 +21,7 @@ def compare(
     a: Annotated[str, typer.Argument(help="An executor: dtype, device and backend between slashes.")] = "float32",
     b: Annotated[str, typer.Argument(help="Another.")] = "bfloat16",
     model: Model = "smollm2",
-    format: Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")] = DEFAULT,
+    format: Format = DEFAULT,
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of the text to read.")] = 1_024,
     generate: Annotated[int, typer.Option(min=1, max=LARGEST, help="Tokens to write greedily after it.")] = 64,
@@ -42,28 +43,20 @@ def compare(
     words = text_of(text)
     network, tokenizer = load_model(model, None)
     (ids,) = split_passages(tokenizer(words, return_tensors="pt").input_ids, tokens, 1)
-    with token_progress() as progress:
-        task = progress.add_task("computing", total=2 * (tokens + generate))
-        result = compare_executors(
-            network, ids, format, executors, generate=generate, progress=lambda n: progress.advance(task, n)
-        )
+    with counted("computing", 2 * (tokens + generate)) as done:
+        result = compare_executors(network, ids, format, executors, generate=generate, progress=done)
     names = [str(executor) for executor in executors]
     if as_json:
         about = {
             "model": model, "text_sha": text_sha256(words), "format": format, "executors": names, "versions": versions()
         }  # fmt: skip
-        print_json(result.to_json(**about))
-        return
+        return print_json(result.to_json(**about))
     console = Console()
     table = Table(title=f"{model}, {format}: {names[0]} and {names[1]}, {tokens:,} tokens")
-    for column in ("layer", "equal key codes", "equal value codes", "scale error", "hidden cosine", "smallest"):
+    for column in COLUMNS:
         table.add_column(column, justify="right")
     for row in result.layers:
-        table.add_row(
-            str(row.layer), matched(row.key_match, row.key_bits), matched(row.value_match, row.value_bits),
-            "–" if row.scale_error is None else f"{row.scale_error:.1e}",
-            f"{row.hidden_cosine:.6f}", f"{row.hidden_cosine_min:.6f}",
-        )  # fmt: skip
+        table.add_row(*cells(asdict(row)))
     console.print(table)
     if result.first_divergence is None:
         console.print(f"The continuations agree in all {generate} tokens.", highlight=False)

@@ -80,8 +80,7 @@ def convert(
         "bytes_to": os.path.getsize(out), "error": error / energy if energy else 0.0,
     }  # fmt: skip
     if as_json:
-        print_json(row)
-        return
+        return print_json(row)
     Console().print(
         f"{count:,} vectors: {length:,} bytes of {source_format} to {row['bytes_to']:,} of {out_format}; "
         f"relative squared error between the two {row['error']:.3g}",

@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from kvfold.cache.report import held_bytes
-from kvfold.cli.options import Json, Model, formats_beside_dense, parse_dtype, print_json, token_progress
+from kvfold.cli.options import Json, Model, counted, formats_beside_dense, parse_dtype, print_json
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
@@ -47,16 +47,8 @@ def demo(
     folded = {name: FoldedCache(network.config, name) for name in names}
     caches = {"dense": DynamicCache(config=network.config), **folded}
     meters = {name: FidelityMeter() for name in caches}
-    with token_progress() as progress:
-        task = progress.add_task(f"reading with {len(caches)} caches", total=len(caches) * (ids.shape[1] - 1))
-        read_in_lockstep(
-            network,
-            ids[:, :-1],
-            caches["dense"],
-            folded,
-            meters,
-            progress=lambda n: progress.advance(task, n),
-        )
+    with counted(f"reading with {len(caches)} caches", len(caches) * (ids.shape[1] - 1)) as read:
+        read_in_lockstep(network, ids[:, :-1], caches["dense"], folded, meters, progress=read)
     values = folded[names[0]].report().values
     rows: list[dict[str, Any]] = []
     for name, cache in caches.items():
@@ -79,12 +71,11 @@ def demo(
             }
         )
     if as_json:
-        print_json(rows)
-        return
-    _print(rows, model, QUESTION)
+        return print_json(rows)
+    _print(rows, model)
 
 
-def _print(rows: list[dict[str, Any]], model: str, question: str) -> None:
+def _print(rows: list[dict[str, Any]], model: str) -> None:
     console = Console()
     figures = Table(
         title=f"{model}, {rows[0]['prompt_tokens']:,} tokens of context",
@@ -92,7 +83,7 @@ def _print(rows: list[dict[str, Any]], model: str, question: str) -> None:
     )
     for column in ("cache", "held MB", "bits/value", "ratio", "PPL", "KL", "tok/s"):
         figures.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
-    answers = Table(title=f"“{question}”", show_lines=True)
+    answers = Table(title=f"“{QUESTION}”", show_lines=True)
     answers.add_column("cache", no_wrap=True)
     answers.add_column("answer")
     for row in rows:

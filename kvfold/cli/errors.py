@@ -18,7 +18,6 @@ from typer import Abort
 TRACEBACK = "KVFOLD_TRACEBACK"
 """Set to anything, this environment variable shows tracebacks."""
 VERSION = "--version"
-USAGE = 2
 FAILED = 1
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx_lm")

@@ -9,18 +9,20 @@ from rich.table import Table
 from kvfold.cache.calibration import Calibration
 from kvfold.cli.options import (
     CalibrationFile,
+    Dtype,
+    Formats,
     Json,
     Model,
     RuntimeName,
     TextFile,
     check_runtime,
+    counted,
     formats_beside_dense,
     listed_integers,
     load_runtime,
     parse_dtype,
     print_json,
     text_of,
-    token_progress,
 )
 from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
 from kvfold.formats.numbers import LARGEST
@@ -30,16 +32,14 @@ from kvfold.integrations.text import text_sha256
 def evaluate(
     model: Model = "smollm2",
     runtime: RuntimeName = "torch",
-    formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
-        "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3,turboquant-2"
-    ),
+    formats: Formats = "kvfold-4,kvfold-3,kvfold-2,turboquant-4,turboquant-3,turboquant-2",
     text: TextFile = None,
     passage: Annotated[int, typer.Option(max=LARGEST, help="Tokens of each passage, read with a fresh cache.")] = 1_024,
     passages: Annotated[int, typer.Option(max=LARGEST, help="How many passages, spread evenly over the text.")] = 4,
     offsets: Annotated[
         str | None, typer.Option(help="Where passages start, in tokens, separated by commas; instead of --passages.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     calibration: CalibrationFile = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also print each layer's key and value error.")] = False,
     as_json: Json = False,
@@ -59,23 +59,15 @@ def evaluate(
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_runtime(runtime, model, weights)
     network.attach()
-    ids = tokenizer(words, return_tensors="pt").input_ids
-    parts = split_passages(ids, passage, passages, starts)
-    with token_progress() as progress:
-        task = progress.add_task("reading", total=sum(part.shape[1] for part in parts) * (1 + len(names)))
-        rows = evaluate_formats(
-            network, parts, names, calibration=measured, progress=lambda n: progress.advance(task, n)
-        )
+    parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages, starts)
+    with counted("reading", sum(part.shape[1] for part in parts) * (1 + len(names))) as read:
+        rows = evaluate_formats(network, parts, names, calibration=measured, progress=read)
     if as_json:
         about = {
-            "model": model,
-            "runtime": runtime,
-            "text_sha": text_sha256(words),
-            "passage": passage,
+            "model": model, "runtime": runtime, "text_sha": text_sha256(words), "passage": passage,
             "calibrated": measured is not None,
-        }
-        print_json([row.to_json(**about) for row in rows])
-        return
+        }  # fmt: skip
+        return print_json([row.to_json(**about) for row in rows])
     _print(rows, model, layers)
 
 

@@ -68,8 +68,7 @@ def formats(
             }
         )
     if as_json:
-        print_json(rows)
-        return
+        return print_json(rows)
     table = Table(
         title=f"Formats at head_dim {head_dim}",
         caption="bytes of a key and of a value count codes, scales and page metadata; dense: first tokens + at least "
@@ -106,16 +105,11 @@ def _print_paths(pairs: Mapping[str, FormatPair], head_dim: int, as_json: bool) 
     """What reads each format on each device of this machine."""
     present = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
     rows = [
-        {
-            "format": name,
-            "head_dim": head_dim,
-            **{d: path_of(pair, d) for d in present},
-        }
+        {"format": name, "head_dim": head_dim, **{device: path_of(pair, device) for device in present}}
         for name, pair in pairs.items()
     ]
     if as_json:
-        print_json(rows)
-        return
+        return print_json(rows)
     table = Table(title=f"What reads a cache at head_dim {head_dim}")
     for column in ("format", *present):
         table.add_column(column)

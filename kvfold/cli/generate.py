@@ -1,5 +1,7 @@
 """`kvfold generate`: answer a prompt with a folded cache."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +9,7 @@ import torch
 import typer
 from rich.console import Console
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.files.paths import check_output
@@ -15,11 +17,14 @@ from kvfold.cache.report import CacheReport
 from kvfold.cli.options import (
     DENSE,
     CalibrationFile,
+    Dtype,
+    Format,
     Json,
     Model,
     RuntimeName,
     check_format,
     check_runtime,
+    counted,
     parse_dtype,
     print_json,
     token_progress,
@@ -39,52 +44,53 @@ BUDGET = 2048
 COLDEST, HOTTEST = 1e-6, 1e6
 """Temperatures between which logits over a temperature are numbers that softmax can tell apart."""
 
+CacheFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        help="A file to keep the folded cache in. If it is there, only what it does not hold yet of the prompt is "
+        "read; prompt and answer are saved to it at the end.",
+    ),
+]
+Replace = Annotated[bool, typer.Option("--replace", help="With --cache: let the file go that holds another document.")]
+Tria = Annotated[
+    Path | None,
+    typer.Option(help="A TRIA file (`kvfold calibrate --eviction`): forget tokens that queries will not ask for."),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=LARGEST,
+        help="With --eviction: tokens that each head of a layer keeps, 261 or more; 2048 by default.",
+    ),
+]
+CacheLimit = Annotated[
+    int | None, typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself.")
+]
+MemoryLimit = Annotated[
+    int | None, typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps.")
+]
+WiredLimit = Annotated[int | None, typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped.")]
+
 
 def generate(
     model: Model = "smollm2",
-    format: Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")] = DEFAULT,
+    format: Format = DEFAULT,
     prompt: Annotated[str | None, typer.Option(help="The prompt; after the file's text if both are given.")] = None,
     file: Annotated[Path | None, typer.Option(help="A UTF-8 text file to put before the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="When to stop, if the model does not.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above, samples.")] = 0.0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     calibration: CalibrationFile = None,
-    cache_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache",
-            help="A file to keep the folded cache in. If it is there, only what it does not hold yet of the prompt is "
-            "read; prompt and answer are saved to it at the end.",
-        ),
-    ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="With --cache: let the file go that holds another document.")
-    ] = False,
-    eviction: Annotated[
-        Path | None,
-        typer.Option(help="A TRIA file (`kvfold calibrate --eviction`): forget tokens that queries will not ask for."),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=LARGEST,
-            help="With --eviction: tokens that each head of a layer keeps, 261 or more; 2048 by default.",
-        ),
-    ] = None,
+    cache_file: CacheFile = None,
+    replace: Replace = False,
+    eviction: Tria = None,
+    budget: Budget = None,
     runtime: RuntimeName = "torch",
-    cache_limit: Annotated[
-        int | None,
-        typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself."),
-    ] = None,
-    memory_limit: Annotated[
-        int | None,
-        typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps."),
-    ] = None,
-    wired_limit: Annotated[
-        int | None,
-        typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped."),
-    ] = None,
+    cache_limit: CacheLimit = None,
+    memory_limit: MemoryLimit = None,
+    wired_limit: WiredLimit = None,
     raw: Annotated[bool, typer.Option(help="Do not put the prompt into the model's chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -115,16 +121,7 @@ def generate(
         raise ValueError(f"temperature = {temperature}: give 0, or {COLDEST:g} to {HOTTEST:g}")
     if replace and cache_file is None:
         raise ValueError("--replace, but no --cache: there is no file to replace")
-    if budget is not None and eviction is None:
-        raise ValueError(f"budget = {budget}, but no --eviction: give the TRIA file by which tokens are chosen")
-    if eviction is not None and cache_file is not None:
-        raise ValueError(
-            f"eviction = {str(eviction)!r} and cache = {str(cache_file)!r}: a cache that forgets tokens is not kept "
-            "for other prompts; give one of them"
-        )
-    policy = None
-    if eviction is not None:
-        policy = TriAttention(budget=budget or BUDGET, statistics=QueryStatistics.load(eviction))
+    policy = _policy(eviction, budget, cache_file)
     limits = {"cache-limit-mb": cache_limit, "memory-limit-mb": memory_limit, "wired-limit-mb": wired_limit}
     check_runtime(runtime)
     for name, value, only in (
@@ -133,92 +130,24 @@ def generate(
         if value is not None and runtime != only:
             raise ValueError(f"{name} = {value}, and runtime = {runtime!r}: it is for runtime {only!r}; leave one out")
     weights = parse_dtype(dtype)
-    parts = []
-    if file is not None:
-        parts.append(read_text(file, "file"))
+    parts = [] if file is None else [read_text(file, "file")]
     if prompt is not None:
         parts.append(check_text(prompt, "prompt"))
     if cache_file is not None:
         check_output(cache_file, "cache", (file, calibration, *sources_of(model)))
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
-
-    words, held = "\n\n".join(parts), 0
+    question = _Question(model, format, parts, max_new_tokens, temperature, weights, calibration, raw, as_json)
     if runtime == "mlx":
-        ids, said, report = _by_mlx(
-            model, format, words, max_new_tokens, temperature, weights, calibration, [*limits.values()], raw, as_json
-        )  # fmt: skip
-        _print(model, runtime, format, ids, held, said, report, as_json)
-        return
-    network, tokenizer = load_model(model, weights)
-    ids = prompt_ids(tokenizer, words, raw)
-    attach(network)
-    cache = FoldedCache(network.config, format, calibration=calibration, eviction=policy)
-    if cache_file is not None:
-        check_savable(cache.layers)
-    if cache_file is not None and cache_file.exists():
-        # The document's tokens are those that stay whatever is asked after it.
-        document = _common(*(prompt_ids(tokenizer, parts[0] + more, raw)[0] for more in ("", "\n\n?")))
-        cache = _reused(cache_file, cache, ids, 0 if replace else document)
-    held = cache.get_seq_length()
-    with token_progress() as progress:
-        task = progress.add_task("reading the prompt", total=ids.shape[1] - 1, completed=held)
-        read_prompt(network, ids, cache, progress=lambda n: progress.advance(task, n))
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    said = answer(network, tokenizer, ids, cache, max_new_tokens, temperature, streamer)
-    if cache_file is not None:
-        cache.save(cache_file, ids=said.ids[:, : cache.get_seq_length()])
-    _print(model, runtime, format, ids, held, said, cache.report(), as_json)
-
-
-def _by_mlx(
-    model: str,
-    format: str,
-    words: str,
-    max_new_tokens: int,
-    temperature: float,
-    dtype: torch.dtype | None,
-    calibration: Path | None,
-    limits: list[int | None],
-    raw: bool,
-    quiet: bool,
-) -> tuple[Tensor, Answer, CacheReport]:
-    """Ids of the prompt, the answer to it, and what the cache held at its end."""
-    from kvfold.integrations.mlx import cache_report, make_prompt_cache
-    from kvfold.integrations.mlx.prompt import mlx_answer, set_memory_limits
-    from kvfold.integrations.mlx.runtime import MlxRuntime
-
-    set_memory_limits(*limits)
-    runtime, tokenizer = MlxRuntime.load(model, dtype)
-    ids = prompt_ids(tokenizer, words, raw)
-    cache = make_prompt_cache(runtime.model, format, calibration=calibration)
-    with token_progress() as progress:
-        task = progress.add_task("reading the prompt", total=ids.shape[1])
-
-        def read(done: int, total: int) -> None:
-            progress.update(task, completed=done, visible=done < total)
-
-        said = mlx_answer(
-            runtime.model, runtime.tokenizer, ids, cache, max_new_tokens, temperature,
-            wired=limits[2] is not None, progress=read,
-            say=(lambda text: None) if quiet else lambda text: print(text, end="", flush=True),
-        )  # fmt: skip
-    if not quiet:
-        print()
-    return ids, said, cache_report(cache)
-
-
-def _print(
-    model: str, runtime: str, format: str, ids: Tensor, held: int, said: Answer, report: CacheReport, as_json: bool
-) -> None:
+        ids, held, said, report = _by_mlx(question, [*limits.values()])
+    else:
+        ids, held, said, report = _by_torch(question, policy, cache_file, replace)
     if as_json:
         row = {
             "model": model, "runtime": runtime, "format": format, "prompt_tokens": ids.shape[1], "reused_tokens": held,
             "text": said.text, "new_tokens": said.tokens, "tokens_per_second": said.tokens_per_second,
-            **report.to_json(),
         }  # fmt: skip
-        print_json(row)
-        return
+        return print_json(row | report.to_json())
     Console(stderr=True).print(
         f"[dim]{ids.shape[1]} prompt + {said.tokens} new tokens, {said.tokens_per_second:.1f} tok/s; cache holds "
         f"{report.held_bytes / 1e6:.2f} MB, {report.bits_per_value:.2f} bits a value, "
@@ -226,6 +155,89 @@ def _print(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _policy(eviction: Path | None, budget: int | None, cache_file: Path | None) -> TriAttention | None:
+    """Which tokens a cache forgets; raise where options do not go together."""
+    if budget is not None and eviction is None:
+        raise ValueError(f"budget = {budget}, but no --eviction: give the TRIA file by which tokens are chosen")
+    if eviction is None:
+        return None
+    if cache_file is not None:
+        raise ValueError(
+            f"eviction = {str(eviction)!r} and cache = {str(cache_file)!r}: a cache that forgets tokens is not kept "
+            "for other prompts; give one of them"
+        )
+    return TriAttention(budget=budget or BUDGET, statistics=QueryStatistics.load(eviction))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A document and a prompt, or one of them, and how they are answered."""
+
+    model: str
+    format: str
+    parts: Sequence[str]
+    max_new_tokens: int
+    temperature: float
+    dtype: torch.dtype | None
+    calibration: Path | None
+    raw: bool
+    quiet: bool
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """Tokens of the whole prompt, (1, T)."""
+        return prompt_ids(tokenizer, "\n\n".join(self.parts), self.raw)
+
+
+_Answered = tuple[Tensor, int, Answer, CacheReport]
+"""Tokens of the prompt, how many of them a file's cache held, the answer, and what the cache held at its end."""
+
+
+def _by_torch(question: _Question, policy: TriAttention | None, cache_file: Path | None, replace: bool) -> _Answered:
+    network, tokenizer = load_model(question.model, question.dtype)
+    ids = question.ids(tokenizer)
+    attach(network)
+    cache = FoldedCache(network.config, question.format, calibration=question.calibration, eviction=policy)
+    if cache_file is not None:
+        check_savable(cache.layers)
+    if cache_file is not None and cache_file.exists():
+        # The document's tokens are those that stay whatever is asked after it.
+        starts = (prompt_ids(tokenizer, question.parts[0] + more, question.raw)[0] for more in ("", "\n\n?"))
+        cache = _reused(cache_file, cache, ids, 0 if replace else _common(*starts))
+    held = cache.get_seq_length()
+    with counted("reading the prompt", ids.shape[1] - 1, held) as read:
+        read_prompt(network, ids, cache, progress=read)
+    streamer = None if question.quiet else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    said = answer(network, tokenizer, ids, cache, question.max_new_tokens, question.temperature, streamer)
+    if cache_file is not None:
+        cache.save(cache_file, ids=said.ids[:, : cache.get_seq_length()])
+    return ids, held, said, cache.report()
+
+
+def _by_mlx(question: _Question, limits: list[int | None]) -> _Answered:
+    from kvfold.integrations.mlx import cache_report, make_prompt_cache
+    from kvfold.integrations.mlx.prompt import mlx_answer, set_memory_limits
+    from kvfold.integrations.mlx.runtime import MlxRuntime
+
+    set_memory_limits(*limits)
+    runtime, tokenizer = MlxRuntime.load(question.model, question.dtype)
+    ids = question.ids(tokenizer)
+    cache = make_prompt_cache(runtime.model, question.format, calibration=question.calibration)
+    with token_progress() as progress:
+        task = progress.add_task("reading the prompt", total=ids.shape[1])
+
+        def read(done: int, total: int) -> None:
+            progress.update(task, completed=done, visible=done < total)
+
+        said = mlx_answer(
+            runtime.model, runtime.tokenizer, ids, cache, question.max_new_tokens, question.temperature,
+            wired=limits[2] is not None, progress=read,
+            say=(lambda text: None) if question.quiet else lambda text: print(text, end="", flush=True),
+        )  # fmt: skip
+    if not question.quiet:
+        print()
+    return ids, 0, said, cache_report(cache)
 
 
 def _beside_bf16(ratio: float) -> str:

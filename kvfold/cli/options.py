@@ -3,7 +3,8 @@
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,9 @@ from kvfold.integrations.transformers.runtime import TransformersRuntime
 Model = Annotated[
     str, typer.Option(help="smollm2 (packaged), a folder with weights or one GGUF file, or a name on a hub.")
 ]
+Format = Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")]
+Formats = Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 CalibrationFile = Annotated[
@@ -85,6 +89,14 @@ def token_progress() -> Progress:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
         TimeRemainingColumn(), console=Console(stderr=True), transient=True,
     )  # fmt: skip
+
+
+@contextmanager
+def counted(description: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A progress bar; gives what to call with numbers of tokens as they are done."""
+    with token_progress() as progress:
+        task = progress.add_task(description, total=total, completed=done)
+        yield lambda tokens: progress.advance(task, tokens)
 
 
 def text_of(path: Path | None) -> str:

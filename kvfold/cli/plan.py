@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.cli.options import Json, listed_formats, parse_dtype, print_json
+from kvfold.cli.options import Dtype, Json, listed_formats, parse_dtype, print_json
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
@@ -20,17 +20,9 @@ from kvfold.integrations.transformers.shapes import layer_configs, layer_shapes,
 from kvfold.planning import DENSE_DTYPES, held_bytes, plan
 
 UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
 
 
 def plan_command(
@@ -41,7 +33,7 @@ def plan_command(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Coordinates of a key or value of one head.")] = None,
     memory: Annotated[str, typer.Option(help="What the cache may take: 24GB, 512MiB, …")] = "8GB",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     context: Annotated[int, typer.Option(help="Tokens of each user's sequence.")] = 32_768,
     formats: Annotated[str, typer.Option(help="Formats, keys:values, or dense dtypes, separated by commas.")] = (
         "bfloat16,float8,kvfold-4,turboquant-4,turboquant-3"
@@ -74,12 +66,8 @@ def plan_command(
     kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in KINDS}
     runs_as = str(runs_in).removeprefix("torch.")
     if as_json:
-        about = {
-            "model": model, "memory": room, "context": context, "dtype": runs_as, "layers": kinds,
-            "head_dim": evidence,
-        }  # fmt: skip
-        print_json(about | {"rows": [asdict(row) for row in rows]})
-        return
+        about = {"model": model, "memory": room, "context": context, "dtype": runs_as, "layers": kinds}
+        return print_json(about | {"head_dim": evidence, "rows": [asdict(row) for row in rows]})
     console = Console()
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     console.print(f"layers: {counted}", highlight=False)

@@ -1,5 +1,6 @@
 """`kvfold sweep`: the ablation, the staircase, a recommendation."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from kvfold.cache.files.paths import check_output
 from kvfold.cli.options import (
+    Dtype,
     Json,
     Model,
     RuntimeName,
@@ -24,7 +26,7 @@ from kvfold.cli.options import (
 )
 from kvfold.evaluate.quality import split_passages
 from kvfold.evaluate.records import RUN, Row, open_rows
-from kvfold.evaluate.sweep import Budgets, Steps, Sweep, pareto, recommend
+from kvfold.evaluate.sweep import Budgets, Steps, Sweep, cells, pareto, recommend
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import sources_of
 from kvfold.integrations.text import text_sha256
@@ -48,7 +50,7 @@ def sweep(
     text: TextFile = None,
     passage: Annotated[int, typer.Option(max=LARGEST, help="Tokens of a passage.")] = 2048,
     passages: Annotated[int, typer.Option(max=LARGEST, help="How many passages, spread over the text.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     pass_abs: Annotated[float, typer.Option(help="pass: perplexity moves by no more than this,")] = 0.3,
     pass_pct: Annotated[float, typer.Option(help="and by no more than this, in percent.")] = 5.0,
     warn_abs: Annotated[float, typer.Option(help="warn: it moves by no more than this; beyond is fail.")] = 1.0,
@@ -78,13 +80,9 @@ def sweep(
     open_rows(out, RUN)  # raises now if it cannot be appended to
     network, tokenizer = load_runtime(runtime, model, weights)
     parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
-    about = {
-        "model": model, "text_sha": text_sha256(words), "passage": passage,
-        "dtype": network.dtype,
-    }  # fmt: skip
+    about = {"model": model, "text_sha": text_sha256(words), "passage": passage, "dtype": network.dtype}
     if runtime != "torch":  # rows from before there was another do not say it
         about["runtime"] = runtime
-    console = Console(stderr=True)
     with token_progress() as progress:
         task = progress.add_task("", total=None)
 
@@ -102,30 +100,29 @@ def sweep(
     best = recommend(rows, budgets)
     front = {id(row) for row in pareto(rows)}
     if as_json:
-        document = {
-            "ablation": ablation, "staircase": rows, "pareto": [r["config"]["format"] for r in rows if id(r) in front],
-            "recommended": best.format, "why": best.reason,
-        }  # fmt: skip
-        print_json(document)
-        return
+        names = [row["config"]["format"] for row in rows if id(row) in front]
+        document = {"ablation": ablation, "staircase": rows, "pareto": names}
+        return print_json(document | {"recommended": best.format, "why": best.reason})
     table = Table(title=f"{model}: {job.n_tokens:,} tokens", caption=f"* on the Pareto front; rows are in {out}")
+    _print(table, ablation, rows, front)
+    Console(stderr=True).print(f"[bold]{best.format}[/]: {best.reason}", highlight=False)
+
+
+def _print(table: Table, ablation: Sequence[Row], rows: Sequence[Row], front: Collection[int]) -> None:
+    """Print both in a table; rows whose id is in `front` get a star."""
     for column in ("stage", "format", "ΔPPL", "", "KL", "bits", "verdict"):
         name = column in ("stage", "format")
         table.add_column(
             column, justify="left" if name else "right", no_wrap=not name, overflow="fold" if name else "ellipsis"
         )
     for row in ablation:
-        _add(table, row, row["stage"].removeprefix("ablation/"), "")
+        table.add_row(*_cells(row, ""))
     table.add_section()
     for row in rows:
-        _add(table, row, row["stage"].removeprefix("ablation/"), "*" if id(row) in front else "")
+        table.add_row(*_cells(row, "*" if id(row) in front else ""))
     Console().print(table)
-    console.print(f"[bold]{best.format}[/]: {best.reason}", highlight=False)
 
 
-def _add(table: Table, row: Row, stage: str, mark: str) -> None:
-    colour = COLOURS[row["verdict"]]
-    table.add_row(
-        stage, row["config"]["format"] + mark, f"{row['abs_delta']:+.3f}", f"{100 * row['rel_delta']:+.2f} %",
-        f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}", f"[{colour}]{row['verdict']}[/]",
-    )  # fmt: skip
+def _cells(row: Row, mark: str) -> list[str]:
+    stage, format, delta, percent, kl, bits, verdict = cells(row)
+    return [stage, format + mark, delta, f"{percent} %", kl, bits, f"[{COLOURS[verdict]}]{verdict}[/]"]

@@ -1,6 +1,5 @@
 """`kvfold tasks`: what a model still does with a folded cache."""
 
-import json
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +13,8 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.files.paths import check_output
 from kvfold.cli.options import (
     CalibrationFile,
+    Dtype,
+    Formats,
     Json,
     Model,
     formats_beside_dense,
@@ -24,7 +25,7 @@ from kvfold.cli.options import (
     token_progress,
 )
 from kvfold.evaluate import plots
-from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up
+from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import OUTCOME, append_row, open_rows
@@ -35,9 +36,7 @@ from kvfold.integrations.transformers import FoldedCache, attach
 
 def tasks(
     model: Model = "smollm2",
-    formats: Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")] = (
-        "kvfold-4,turboquant-4,turboquant-3"
-    ),
+    formats: Formats = "kvfold-4,turboquant-4,turboquant-3",
     only: Annotated[str, typer.Option("--tasks", help=f"Which of {', '.join(TASKS)}.")] = ",".join(TASKS),
     lengths: Annotated[str, typer.Option(help="Tokens of the needle's haystacks.")] = "1000,2000,4000,7900",
     repeats: Annotated[
@@ -49,7 +48,7 @@ def tasks(
     ] = Path("tasks.jsonl"),
     calibration: CalibrationFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the needle grid into this .png, .svg or .pdf.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")] = None,
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Ask a model questions with a dense cache and with folded ones, and compare the answers.
@@ -78,10 +77,8 @@ def tasks(
     with token_progress() as progress:
         for task in chosen:
             cases = task.cases(tokenizer, seed)
-            bar = progress.add_task(
-                task.name, total=sum(len(t.ids) + t.max_new_tokens for c in cases for t in c.turns) * (1 + len(names))
-            )
-            lengths_of = {c.name: sum(len(t.ids) + t.max_new_tokens for t in c.turns) for c in cases}
+            bar = progress.add_task(task.name, total=sum(case.tokens for case in cases) * (1 + len(names)))
+            lengths_of = {case.name: case.tokens for case in cases}
             reused = [r for r in known if r["task"] == task.name and r["format"] in ("dense", *names)]
             progress.advance(bar, sum(lengths_of.get(row["case"], 0) for row in reused))
 
@@ -94,12 +91,8 @@ def tasks(
     if plot is not None:
         plots.save(plots.needle_grid([outcome.to_json() for outcome in outcomes["needle"]]), plot)
     if as_json:
-        document = about | {
-            "versions": versions(), "summary": [asdict(row) for row in rows],
-            "outcomes": [outcome.to_json() for each in outcomes.values() for outcome in each],
-        }  # fmt: skip
-        print_json(document)
-        return
+        every = [outcome.to_json() for each in outcomes.values() for outcome in each]
+        return print_json(about | {"versions": versions(), "summary": [asdict(row) for row in rows], "outcomes": every})
     for task in chosen:
         _print(task, [row for row in rows if row.task == task.name], outcomes[task.name])
 
@@ -120,30 +113,14 @@ def _chosen(only: str, lengths: str, repeats: int) -> list[Task]:
 
 def _print(task: Task, rows: list[TaskRow], outcomes: list[Outcome]) -> None:
     console = Console()
-    formats = list(dict.fromkeys(row.format for row in rows))
     table = Table(title=f"{task.name}: {task.summary}")
-    table.add_column("")
-    table.add_column("cases", justify="right")
-    if not task.compares:
-        table.add_column("dense", justify="right")
-    for format in formats:
-        table.add_column(format, justify="right")
-    groups = list(dict.fromkeys(json.dumps(row.group) for row in rows))
-    for group in groups:
-        own = [row for row in rows if json.dumps(row.group) == group]
-        label = ", ".join(f"{key} {value}" for key, value in own[0].group.items()) or "all"
-        cells = [label, str(own[0].cases)]
-        if not task.compares:
-            cells.append(f"{own[0].dense:.0%}")
-        if not own[0].able:
-            cells += ["–"] * len(formats)
-        else:
-            cells += [
-                f"{row.folded:.0%}" + ("" if row.kept is None or task.compares else f" ({row.kept:.0%})") for row in own
-            ]
-        if label == "all" and len(groups) > 1:
+    columns, lines = table_of(task, rows)
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for line in lines:
+        if line[0] == "all" and len(lines) > 1:
             table.add_section()
-        table.add_row(*cells)
+        table.add_row(*line)
     console.print(table)
     if not task.compares:
         console.print("[dim]In brackets: of the cases that the dense cache solves, those that stay solved.[/]")

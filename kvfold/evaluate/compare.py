@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvfold.attention import BACKENDS
 from kvfold.cache.store import PageStore
+from kvfold.evaluate.records import Row
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.layer import FoldedLayer
@@ -25,6 +26,8 @@ from kvfold.quant.packing import TILE
 from kvfold.quant.transforms import ChannelOrder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SIDES = ("key", "value")
+COLUMNS = ("layer", "equal key codes", "equal value codes", "scale error", "hidden cosine", "smallest")
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,17 @@ def _scale(store: PageStore) -> Tensor:
     return transform.invert(scale) if isinstance(transform, ChannelOrder) else scale
 
 
-def matched(share: float | None, bits: Sequence[float] | None) -> str:
+def cells(layer: Row) -> list[str]:
+    """A layer's figures as text, in the order of `COLUMNS`."""
+    error = layer.get("scale_error")
+    return [
+        str(layer["layer"]), *(_matched(layer.get(f"{side}_match"), layer.get(f"{side}_bits")) for side in SIDES),
+        "–" if error is None else f"{error:.1e}",
+        f"{layer['hidden_cosine']:.6f}", f"{layer['hidden_cosine_min']:.6f}",
+    ]  # fmt: skip
+
+
+def _matched(share: float | None, bits: Sequence[float] | None) -> str:
     """As text: the share of equal codes, or both numbers of bits where they differ; a dash where nothing folds."""
     if share is None:
         return "–"

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cache.files.paths import check_input
-from kvfold.evaluate import plots
-from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up
+from kvfold.evaluate import compare, plots, sweep
+from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
-from kvfold.evaluate.compare import matched
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import OUTCOME, QUALITY, RUN, Row, check_row, read_rows
-from kvfold.evaluate.sweep import pareto
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 INK = "#010203"
 """A placeholder: lines drawn in it take the colour of the page's text."""
 
-
-SIDES = ("key", "value")
 COMPARISON: Row = {
     "format": str, "executors": [str], "tokens": int, "generated": int, "first_divergence": (int, None),
     "versions": (dict, None), "model": (str, None),
@@ -218,7 +214,7 @@ def _quality(rows: Sequence[Row]) -> Iterator[Section]:
             f"Bits count all that the cache held at the end of a passage, {passage} tokens. "
             f"Text SHA-256 {str(text_sha)[:12]}…"
         )
-        section.figures.append(_svg(plots.pareto_plot, own, pareto(own)))
+        section.figures.append(_svg(plots.pareto_plot, own, sweep.pareto(own)))
         section.figures += [_svg(plots.layer_errors, row) for row in own if _has_layers(row)]
         section.tables.append(
             TableOf(
@@ -261,23 +257,14 @@ def _sweep(rows: Sequence[Row]) -> Iterator[Section]:
         if len(stairs) > 2:
             section = Section(f"Staircase: {about}")
             points = [{**row, "format": row["config"]["format"]} for row in stairs]
-            section.figures.append(_svg(plots.pareto_plot, points, pareto(points)))
+            section.figures.append(_svg(plots.pareto_plot, points, sweep.pareto(points)))
             section.tables.append(_runs(stairs))
             yield section
 
 
 def _runs(rows: Sequence[Row]) -> TableOf:
-    return TableOf(
-        ("stage", "format", "ΔPPL", "in %", "KL", "bits/value", "verdict"),
-        [
-            (
-                row["stage"].removeprefix("ablation/"), row["config"]["format"], f"{row['abs_delta']:+.3f}",
-                f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}",
-                row["verdict"],
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+    columns = ("stage", "format", "ΔPPL", "in %", "KL", "bits/value", "verdict")
+    return TableOf(columns, [sweep.cells(row) for row in rows])
 
 
 def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
@@ -297,18 +284,9 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
             section.notes.append("In brackets: of the cases that the dense cache solves, the share that stays solved.")
         if not all(row.able for row in figures):
             section.notes.append("–: the model cannot do it with a dense cache either, so there is no figure.")
-        formats = list(dict.fromkeys(row.format for row in figures))
-        table = []
-        for group in dict.fromkeys(json.dumps(row.group) for row in figures):
-            same = [row for row in figures if json.dumps(row.group) == group]
-            label = ", ".join(f"{key} {value}" for key, value in same[0].group.items()) or "all"
-            cells = [label, str(same[0].cases)] + ([] if task.compares else [f"{same[0].dense:.0%}"])
-            for figure in same:
-                kept = "" if figure.kept is None or task.compares else f" ({figure.kept:.0%})"
-                cells.append(f"{figure.folded:.0%}{kept}" if figure.able else "–")
-            table.append(cells)
-        if table:
-            section.tables.append(TableOf(("", "cases", *([] if task.compares else ["dense"]), *formats), table))
+        columns, lines = table_of(task, figures)
+        if lines:
+            section.tables.append(TableOf(columns, lines))
         yield section
 
 
@@ -320,20 +298,7 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Section]:
             f"{row['tokens']:,} tokens read; of {row['generated']} written greedily, "
             + ("all are the same." if part is None else f"the first {part} are the same.")
         )
-        section.tables.append(
-            TableOf(
-                ("layer", "equal key codes", "equal value codes", "scale error", "hidden cosine", "smallest"),
-                [
-                    (
-                        str(layer["layer"]),
-                        *(matched(layer.get(f"{side}_match"), layer.get(f"{side}_bits")) for side in SIDES),
-                        "–" if layer.get("scale_error") is None else f"{layer['scale_error']:.1e}",
-                        f"{layer['hidden_cosine']:.6f}", f"{layer['hidden_cosine_min']:.6f}",
-                    )
-                    for layer in row["layers"]
-                ],
-            )
-        )  # fmt: skip
+        section.tables.append(TableOf(compare.COLUMNS, [compare.cells(layer) for layer in row["layers"]]))
         yield section
 
 

@@ -438,6 +438,14 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def cells(row: Row) -> list[str]:
+    """A row's stage, format, change of perplexity, the same in percent, KL, bits and verdict, as text."""
+    return [
+        row["stage"].removeprefix("ablation/"), row["config"]["format"], f"{row['abs_delta']:+.3f}",
+        f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}", row["verdict"],
+    ]  # fmt: skip
+
+
 def pareto(rows: Sequence[Row], cost: str = "bits_per_value", loss: str = "kl_mean") -> list[Row]:
     """Rows that no other row beats in both cost and loss, cheapest first."""
     front: list[Row] = []

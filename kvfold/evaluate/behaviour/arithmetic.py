@@ -1,15 +1,13 @@
 """Sums, products, and products of matrices, with text in front."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, opening, plain
 from kvfold.integrations.text import standard_text
 
 
@@ -49,13 +47,7 @@ class Arithmetic(Task):
                     cases.append(Case(f"{kind}/{filler}/{i}/{seed}", (Turn(ids, budget),), answer, about))
         return cases
 
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
         line = tokenizer.decode(replies[-1]).strip().split("\n")[0]
         return float(re.findall(r"-?\d+", line) == re.findall(r"-?\d+", case.expected)), ""
 
@@ -66,8 +58,4 @@ def _question(kind: str, random: np.random.RandomState) -> tuple[str, str]:
         return f"{a} {sign} {b}", str({"+": a + b, "-": a - b, "*": a * b}[sign])
     n = int(kind[0])
     x, y = random.randint(0, 6, (n, n)), random.randint(0, 6, (n, n))
-    return f"{_shown(x)} * {_shown(y)}", _shown(x @ y)
-
-
-def _shown(x: NDArray[np.int64]) -> str:
-    return str(x.tolist())
+    return f"{x.tolist()} * {y.tolist()}", str((x @ y).tolist())

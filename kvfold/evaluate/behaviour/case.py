@@ -7,6 +7,11 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+Replies = Sequence[Sequence[int]]
+"""Tokens of each turn's reply, without the end-of-text token."""
+Score = tuple[float, str]
+"""In [0, 1], and a detail."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -47,6 +52,11 @@ class Case:
     turns: tuple[Turn, ...]
     expected: str = ""
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that the conversation can have."""
+        return sum(len(turn.ids) + turn.max_new_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True)
@@ -99,14 +109,8 @@ class Task(ABC):
         """Cases; the same for the same arguments."""
 
     @abstractmethod
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
-        """Score in [0, 1] and a detail, of a conversation's replies beside those of the dense cache."""
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
+        """The score of a conversation's replies, beside those of the dense cache."""
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

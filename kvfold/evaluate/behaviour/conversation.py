@@ -8,16 +8,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.calibration import Calibration
-from kvfold.evaluate.behaviour.case import Case
+from kvfold.evaluate.behaviour.case import Case, Replies
 from kvfold.integrations.transformers import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
 
 BATCH_TOKENS = 8_192
 """About how many tokens a batch may hold."""
 PREFILL_CHUNK = 512
-
-Replies = list[list[int]]
-"""Tokens of each turn's reply, without the end-of-text token."""
 
 
 @torch.no_grad()
@@ -30,22 +27,10 @@ def converse(
     *,
     calibration: Calibration | None = None,
 ) -> None:
-    """Hold the conversation of every case, greedily.
+    """Hold the conversation of every case with an attached model, greedily, and call `done` with it when it ends.
 
-    Turns go on from the cache of the turn before, as in a chat.
-
-    Parameters
-    ----------
-    model
-        Attached.
-    cases
-        Any number.
-    format
-        What the cache folds into; None for a dense one.
-    done
-        Called for each case when its conversation ends.
-    calibration
-        Statistics for folded caches; None: those of each prompt's first tokens.
+    Turns go on from the cache of the turn before, as in a chat. `format` None is a dense cache; without `calibration`,
+    folded ones take the statistics of each prompt's first tokens.
     """
     for batch in batches(cases):
         cache = (
@@ -67,9 +52,9 @@ def batches(cases: Sequence[Case]) -> list[list[Case]]:
     out: list[list[Case]] = []
     for _, same in groupby(sorted(cases, key=lambda case: repr(shape(case))), key=shape):
         batch: list[Case] = []
-        for case in sorted(same, key=_length):
+        for case in sorted(same, key=lambda case: case.tokens):
             alone = not all(turn.forced for turn in case.turns[:-1])
-            if batch and (alone or (len(batch) + 1) * _length(case) > BATCH_TOKENS):
+            if batch and (alone or (len(batch) + 1) * case.tokens > BATCH_TOKENS):
                 out.append(batch)
                 batch = []
             batch.append(case)
@@ -77,20 +62,14 @@ def batches(cases: Sequence[Case]) -> list[list[Case]]:
     return out
 
 
-def _length(case: Case) -> int:
-    return sum(len(turn.ids) + turn.max_new_tokens for turn in case.turns)
-
-
 def _hold(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Case], cache: DynamicCache | FoldedCache
-) -> list[Replies]:
+) -> Sequence[Replies]:
     end = model.generation_config.eos_token_id
-    ends = {
-        token for token in (*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id) if token is not None
-    }
+    ends = {*(end if isinstance(end, list) else [end]), tokenizer.eos_token_id} - {None}
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids, mask = _left_padded([case.turns[0].ids for case in batch], filler or 0, model.device)
-    replies: list[Replies] = [[] for _ in batch]
+    replies: list[list[list[int]]] = [[] for _ in batch]
     for i, turn in enumerate(batch[0].turns):
         if i:
             more = torch.tensor([case.turns[i].ids for case in batch], device=model.device)

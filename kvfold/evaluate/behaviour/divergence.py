@@ -1,12 +1,11 @@
 """Where a greedy continuation first differs from the dense one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn, chat_turn
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, chat_turn
 
 FAMILIES = {
     "prose": (
@@ -66,13 +65,7 @@ class Divergence(Task):
                 cases.append(Case(f"{family}/{i}", (Turn(ids, self.tokens, forced=True),), "", {"family": family}))
         return cases
 
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
         own, theirs = replies[-1], dense[-1]
         first = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=True)) if a != b), len(own))
         return first / len(own), f"token {first}" if first < len(own) else "the same throughout"

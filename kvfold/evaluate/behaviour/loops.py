@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn, chat_turn, next_chat_turn
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, chat_turn, next_chat_turn
 
 DIALOGUES = {
     "garden": (
@@ -50,7 +50,6 @@ class Loops(Task):
 
     name: ClassVar[str] = "loops"
     summary: ClassVar[str] = "conversations of six turns that do not fall into a loop"
-    group_by: ClassVar[tuple[str, ...]] = ()
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         return [
@@ -61,18 +60,11 @@ class Loops(Task):
                     *(Turn(next_chat_turn(tokenizer, text), self.reply) for text in later),
                 ),
                 "no loop",
-                {},
             )
             for name, (first, *later) in DIALOGUES.items()
         ]
 
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
         for i, reply in enumerate(replies):
             loop = find_loop(reply)
             if loop is not None:
@@ -90,18 +82,9 @@ class Loop:
 
 
 def find_loop(tokens: Sequence[int], repeats: int = 4, longest: int = 64, at_least: int = 12) -> Loop | None:
-    """The loop that a sequence ends in, or None.
+    """The loop that a reply ends in, or None: a period of up to `longest` tokens comes `repeats` times or more.
 
-    Parameters
-    ----------
-    tokens
-        A reply.
-    repeats
-        How often a period must come in a row.
-    longest
-        Tokens of the longest period looked for.
-    at_least
-        Tokens that the repeats must cover together, so that "ha ha ha ha" is no loop.
+    Its repeats cover `at_least` tokens together, so that "ha ha ha ha" is no loop.
     """
     n = len(tokens)
     for period in range(1, min(longest, n // repeats) + 1):

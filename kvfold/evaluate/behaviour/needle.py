@@ -1,14 +1,13 @@
 """A needle in a haystack."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn, opening, plain
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, opening, plain
 from kvfold.formats.numbers import real, whole
 from kvfold.integrations.text import standard_text
 
@@ -72,11 +71,5 @@ class Needle(Task):
                     cases.append(Case(f"{length}/{depth:g}/{seed + repeat}", (Turn(ids, 10),), number, about))
         return cases
 
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
         return float(re.match(rf"\s*{case.expected}(?!\d)", tokenizer.decode(replies[-1])) is not None), ""

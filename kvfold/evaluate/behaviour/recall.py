@@ -1,13 +1,12 @@
 """A passphrase, a long story, the passphrase."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, plain
 
 ANIMALS = ("squirrel", "falcon", "otter", "badger", "heron", "lynx", "weasel", "puffin")
 TOPICS = ("a lighthouse keeper", "a train to the north", "an old clock", "a lost letter", "a mountain village")
@@ -45,16 +44,10 @@ class Recall(Task):
                 text = (
                     f"The secret passphrase of the {owner} is {passphrase}.\n\nHere is a long story about {topic}.\n\n"
                 )
-                ask = tokenizer(f"\n\nThe secret passphrase of the {owner} is", add_special_tokens=False).input_ids
+                ask = plain(tokenizer, f"\n\nThe secret passphrase of the {owner} is")
                 turns = (Turn(tuple(tokenizer(text).input_ids), between, forced=True), Turn(tuple(ask), 12))
                 cases.append(Case(f"{between}/{i}/{seed}", turns, passphrase, {"between": between, "seed": seed}))
         return cases
 
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
         return float(case.expected in tokenizer.decode(replies[-1])), ""

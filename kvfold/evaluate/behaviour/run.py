@@ -1,5 +1,6 @@
 """Running tasks, dense and folded side by side, and summing up."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.calibration import Calibration
-from kvfold.evaluate.behaviour.case import Case, Outcome, Task
-from kvfold.evaluate.behaviour.conversation import Replies, converse
+from kvfold.evaluate.behaviour.case import Case, Outcome, Replies, Task
+from kvfold.evaluate.behaviour.conversation import converse
 
 DENSE = "dense"
 ENOUGH = 0.2
@@ -49,7 +50,7 @@ def run_task(
         Of all cases, in the order dense, then formats.
     """
     cases = task.cases(tokenizer, seed)
-    longest = max(sum(len(turn.ids) + turn.max_new_tokens for turn in case.turns) for case in cases)
+    longest = max(case.tokens for case in cases)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise ValueError(
@@ -150,3 +151,18 @@ def sum_up(task: Task, outcomes: Sequence[Outcome]) -> list[TaskRow]:
                 )
             )
     return rows
+
+
+def table_of(task: Task, rows: Sequence[TaskRow]) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines of a table of a task's figures: each group, with the mean scores in percent."""
+    formats = dict.fromkeys(row.format for row in rows)
+    lines = []
+    for group in dict.fromkeys(json.dumps(row.group) for row in rows):
+        own = [row for row in rows if json.dumps(row.group) == group]
+        label = ", ".join(f"{key} {value}" for key, value in own[0].group.items()) or "all"
+        line = [label, str(own[0].cases)] + ([] if task.compares else [f"{own[0].dense:.0%}"])
+        for row in own:
+            kept = "" if row.kept is None or task.compares else f" ({row.kept:.0%})"
+            line.append(f"{row.folded:.0%}{kept}" if row.able else "–")
+        lines.append(line)
+    return ["", "cases", *([] if task.compares else ["dense"]), *formats], lines

@@ -1,13 +1,12 @@
 """Names in another script, each with one official spelling."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Task, Turn
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn
 
 OFFICIAL = {
     "Albert Einstein": "알베르트 아인슈타인",
@@ -49,16 +48,9 @@ class Transliteration(Task):
             budget = len(tokenizer(spelling).input_ids) + 4
             for kind, text in (("memory", shown), ("table", f"{table}\nThe same names again:\n\n{shown}")):
                 ids = tuple(tokenizer(f"German scientists in Korean.\n\n{text}{name} =").input_ids)
-                cases.append(
-                    Case(f"{kind}/{name}/{seed}", (Turn(ids, budget),), spelling, {"kind": kind, "seed": seed})
-                )
+                about = {"kind": kind, "seed": seed}
+                cases.append(Case(f"{kind}/{name}/{seed}", (Turn(ids, budget),), spelling, about))
         return cases
 
-    def score(
-        self,
-        case: Case,
-        replies: Sequence[Sequence[int]],
-        dense: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> tuple[float, str]:
+    def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:
         return float(tokenizer.decode(replies[-1]).strip().split("\n")[0].strip() == case.expected), ""
