@@ -111,13 +111,7 @@ def _attend(
             wide = torch.promote_types(own_query.dtype, torch.float32)  # 16 bits would round the factor away
             own_query = own_query.to(wide) * factor.to(wide).unsqueeze(-1)
         result = run.attend_rows(
-            own_query,
-            group.rows,
-            dense,
-            scaling=scaling,
-            mask=own_mask,
-            softcap=softcap,
-            sink_logits=sink_logits,
+            own_query, group.rows, dense, scaling=scaling, mask=own_mask, softcap=softcap, sink_logits=sink_logits
         )
         if new.layer.takes_steps and group.rows.step is None:
             group.rows.step = run.step_of(group.rows)

@@ -49,7 +49,6 @@ def attend_rows(
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, heads, n, _ = query.shape
     kv_heads = rows.kv_heads
-    repeat = heads // kv_heads
     until, _ = rows.reach(n, dense, causal=mask is None)
     logits = _to_groups(sink_logits.to(dtype).view(1, heads, 1, 1), kv_heads) if sink_logits is not None else None
 
@@ -60,14 +59,13 @@ def attend_rows(
     queries = max(SCORE_BLOCK // (batch * heads * PAGE_BLOCK * rows.page_size), 16)
     for first in range(0, n, queries):
         block = slice(first, min(first + queries, n))
-        width = block.stop - block.start
         positions = range(rows.length - n + block.start, rows.length - n + block.stop)
         reader = _Reader(
             position=torch.tensor(positions, device=query.device),
             folded_until=torch.tensor(until[block], device=query.device),
             mask=None if mask is None else _to_groups(mask[:, :, block], kv_heads),
             softcap=softcap,
-            state=_OnlineSoftmax.empty(batch, kv_heads, repeat, width, rows.values.form.code_dim, rows.value_dim, q),
+            state=_OnlineSoftmax.empty(q[..., block, :], rows.values.form.code_dim, rows.value_dim),
         )
         sinks = rows.sink_span()
         if sinks is not None:
@@ -115,9 +113,7 @@ def attend_pool(
             folded_until=position // size * size,
             mask=None,
             softcap=softcap,
-            state=_OnlineSoftmax.empty(
-                1, kv_heads, q.shape[2], count, values_form.code_dim, layer.formats.values.head_dim, q
-            ),
+            state=_OnlineSoftmax.empty(q, values_form.code_dim, layer.formats.values.head_dim),
         )
         per = layer.pool.pages_a_block
         numbers = [table[page // per] * per + page % per for page in range((length - 1) // size)]
@@ -151,16 +147,10 @@ class _OnlineSoftmax:
     unrotated: Tensor
 
     @classmethod
-    def empty(
-        cls, batch: int, kv_heads: int, repeat: int, n: int, code_dim: int, dim: int, like: Tensor
-    ) -> "_OnlineSoftmax":
-        shape = (batch, kv_heads, repeat, n)
-        return cls(
-            maximum=like.new_full((*shape, 1), -torch.inf),
-            total=like.new_zeros(*shape, 1),
-            rotated=like.new_zeros(*shape, code_dim),
-            unrotated=like.new_zeros(*shape, dim),
-        )
+    def empty(cls, q: Tensor, code_dim: int, dim: int) -> "_OnlineSoftmax":
+        maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        total, rotated, unrotated = (q.new_zeros(*q.shape[:-1], width) for width in (1, code_dim, dim))
+        return cls(maximum, total, rotated, unrotated)
 
     def weights(self, scores: Tensor) -> Tensor:
         """Unnormalised probabilities of a block's scores (…, n, tokens), all sums rescaled to match."""

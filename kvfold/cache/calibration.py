@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,10 +41,10 @@ class Observed:
     """Sums up statistics of one layer's keys and queries."""
 
     def __init__(self) -> None:
-        self._energy: Tensor | float = 0.0  # Σ q², (kv_heads, head_dim)
+        self._energy: Any = 0.0  # Σ q², (kv_heads, head_dim)
         self._queries = 0
-        self._key_energy: Tensor | float = 0.0  # Σ k²
-        self._variance: Tensor | float = 0.0  # Σ over pages of the variance within
+        self._key_energy: Any = 0.0  # Σ k²
+        self._variance: Any = 0.0  # Σ over pages of the variance within
         self._pages = 0
 
     def add(self, query: Tensor, key: Tensor, *, begins: bool = True) -> None:
@@ -73,9 +73,6 @@ class Observed:
         """The means; raises ValueError if it has not seen enough."""
         if not self.enough:
             raise ValueError("nothing was attended through this layer: it has no statistics")
-        assert isinstance(self._energy, Tensor)
-        assert isinstance(self._key_energy, Tensor)
-        assert isinstance(self._variance, Tensor)
         tokens = self._queries
         return KeyStatistics(self._energy / tokens, self._variance / self._pages, self._key_energy / tokens)
 
@@ -140,11 +137,8 @@ class Calibration:
         losses = {index: _losses(tensors.pop("loss"), damaged) for index, tensors in parts.items() if "loss" in tensors}
         for tensors in parts.values():
             shapes = {tensor.shape for tensor in tensors.values()}
-            if len(tensors) != len(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2:
-                raise ValueError(damaged)
-            if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-                raise ValueError(damaged)
-            if any(not tensor.isfinite().all() or (tensor < 0).any() for tensor in tensors.values()):
+            right = all(x.dtype == torch.float32 and x.isfinite().all() and (x >= 0).all() for x in tensors.values())
+            if len(tensors) != len(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2 or not right:
                 raise ValueError(damaged)
         layers = {index: KeyStatistics(**tensors) for index, tensors in sorted(parts.items())}
         return cls(layers, about, dict(sorted(losses.items())))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvfold.cache.prompt_costs import count_sampled, sampled
@@ -83,13 +82,3 @@ class PromptFit:
             about = KeyStatistics.of(x[:, :, self.schedule.window.sinks :], read, self.schedule.page_size)
             fitted.append(fmt.fitted(about) if fmt.awaits_fit else fmt)
         return formats.with_formats(*fitted)
-
-
-def energy_of(query: Tensor, kv_heads: int) -> Tensor:
-    """q² of queries (batch, heads, n, key_dim), averaged over the heads of each KV head, in bfloat16."""
-    return query.float().square().unflatten(1, (kv_heads, -1)).mean(2).bfloat16()
-
-
-def energy_of_unknown(key: Tensor, n: int) -> Tensor:
-    """The energy of `n` unknown queries: the same for all channels, so that all count alike."""
-    return torch.ones(*key.shape[:2], n, key.shape[-1], dtype=torch.bfloat16, device=key.device)

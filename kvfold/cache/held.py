@@ -1,5 +1,6 @@
 """What rows hold, and what a query may read of it: the same for tensors and for MLX arrays."""
 
+from collections.abc import Callable
 from typing import Any
 
 from kvfold.cache.fit import PromptFit
@@ -9,6 +10,9 @@ from kvfold.cache.store import PageStore
 from kvfold.cache.tail import DenseTokens
 from kvfold.formats import FormatPair, Window
 from kvfold.formats.page import Pages
+
+Fold = Callable[[FormatPair, Any, Any, int], list[Pages]]
+"""Folds keys and values into pages, as tensors, with tokens from a slot of each stream on; other slots are empty."""
 
 
 class HeldRows:
@@ -101,10 +105,34 @@ class HeldRows:
         """Whether `observe` has a use for queries: until the format is fitted for good."""
         return self.formats.awaits_fit or self.fit.energy is not None
 
-    def fits_again(self, length: int) -> bool:
-        """Whether formats must be fitted anew after a crop to the first `length` slots."""
-        waits = self.fit.energy is not None and length < self.schedule.fit_tokens
-        return waits or length <= self.window.sinks  # the next tokens are another prompt
+    # Growing and shrinking
+
+    def _with_ripe_pages(self, dense: DenseSpan, formats: FormatPair, fold: Fold) -> tuple[PageStore, ...]:
+        """Stores with the pages of `dense` that are ripe and not folded yet."""
+        stores, start = self.read_as(formats), self.folded_stop
+        ripe = self.schedule.ripe(dense.stop, self.evicted) - self.keys.count
+        if ripe <= 0:
+            return stores
+        own = slice(start - dense.start, start - dense.start + ripe * self.page_size)
+        pages = fold(formats, dense.key[:, :, own], dense.value[:, :, own], start - self.window.sinks)
+        return tuple(store.with_pages(folded) for store, folded in zip(stores, pages, strict=True))
+
+    def _with_tokens(self, key: Any, value: Any, start: int, fold: Fold) -> tuple[PageStore, ...]:
+        """Stores with tokens from slot `start` on, which fold as they come."""
+        if not key.shape[2]:
+            return self.stores
+        slot = start - self.window.sinks
+        pages, first = fold(self.formats, key, value, slot), slot // self.page_size
+        return tuple(store.with_tokens(folded, first) for store, folded in zip(self.stores, pages, strict=True))
+
+    def _cropped(self, length: int, stores: tuple[PageStore, ...]) -> dict[str, Any]:
+        """What changes besides dense tokens when the first `length` slots stay, and of pages `stores`."""
+        formats = self.formats
+        refits = self.fit.energy is not None and length < self.schedule.fit_tokens
+        if refits or length <= self.window.sinks:  # the next tokens are another prompt
+            formats = self.fit.formats
+            stores = self.read_as(formats, stores)
+        return {"length": length, "formats": formats, "stores": stores, "fit": self.fit.cropped(length)}
 
     # What a query reads
 

@@ -19,7 +19,7 @@ from kvfold.cache.fit import Allot
 from kvfold.cache.held import HeldRows
 from kvfold.cache.report import held_bytes, walk_tensors
 from kvfold.cache.spans import DenseSpan
-from kvfold.cache.store import GROWTH, PAGE_DIM, PageStore
+from kvfold.cache.store import PAGE_DIM, PageStore
 from kvfold.cache.tail import DenseTokens
 from kvfold.formats import FormatPair
 from kvfold.formats.base import require_finite
@@ -63,17 +63,10 @@ class ArrayStore(PageStore):
     def _copied(self, part: mx.array) -> mx.array:
         return mx.contiguous(part)
 
-    def _reserved(self, count: int, like: Pages) -> Pages:
-        if self.storage is not None and count <= self._capacity:
-            return self.storage
-        capacity = max(count, self._capacity + self._capacity // GROWTH)
-
-        def grown(name: str, template: torch.Tensor) -> mx.array:
-            held = [] if self.storage is None else [getattr(self.storage, name)[:, :, : self.count]]
-            room = (*template.shape[:2], capacity - (self.count if held else 0), *template.shape[3:])
-            return mx.concatenate([*held, mx.zeros(room, ARRAY_DTYPES[template.dtype])], PAGE_DIM)
-
-        return like.map_named(grown)
+    def _grown(self, held: mx.array | None, template: torch.Tensor, capacity: int) -> mx.array:
+        before = [] if held is None else [held]
+        room = (*template.shape[:2], capacity - (self.count if before else 0), *template.shape[3:])
+        return mx.concatenate([*before, mx.zeros(room, ARRAY_DTYPES[template.dtype])], PAGE_DIM)
 
 
 def as_tensors(pages: Pages) -> Pages:
@@ -123,12 +116,7 @@ class ArrayRows(HeldRows):
         key, value = key[:, :, into_sinks:], value[:, :, into_sinks:]
         dense = replace(self.dense, sinks=sinks)
         if self.schedule.by_token:
-            stores = self.stores
-            if key.shape[2]:
-                slot = start - self.window.sinks
-                pages = self._fold(self.formats, dense, key, value, slot)
-                first = slot // self.page_size
-                stores = tuple(store.with_tokens(new, first) for store, new in zip(stores, pages, strict=True))
+            stores = self._with_tokens(key, value, start, partial(self._fold, dense))
             self._become(stores=stores, dense=dense, length=length)
             return None
         unread = self.folded_stop
@@ -138,20 +126,11 @@ class ArrayRows(HeldRows):
         if tail is None:
             self._become(dense=dense, length=length)
             return DenseSpan.of(key, value, length)  # empty: all tokens are sinks
-        stores = self.stores if self.formats.awaits_fit else self._with_ripe_pages(dense, tail, self.formats)
+        stores = self.stores
+        if not self.formats.awaits_fit:
+            stores = self._with_ripe_pages(tail, self.formats, partial(self._fold, dense))
         self._become(stores=stores, dense=self._without_folded(dense, tail, stores[0].count), length=length)
         return tail.after(max(unread - tail.start, 0))
-
-    def _with_ripe_pages(self, dense: DenseTokens, tail: DenseSpan, formats: FormatPair) -> tuple[PageStore, ...]:
-        """Stores with the pages of the tail that are ripe and not folded yet."""
-        stores, start = self.read_as(formats), self.folded_stop
-        ripe = self.schedule.ripe(tail.stop) - self.keys.count
-        if ripe <= 0:
-            return stores
-        own = slice(start - tail.start, start - tail.start + ripe * self.page_size)
-        key, value = tail.key[:, :, own], tail.value[:, :, own]
-        pages = self._fold(formats, dense, key, value, start - self.window.sinks)
-        return tuple(store.with_pages(folded) for store, folded in zip(stores, pages, strict=True))
 
     def _without_folded(self, dense: DenseTokens, tail: DenseSpan, pages: int) -> DenseTokens:
         """Dense tokens without those that folded too long ago to be undone."""
@@ -162,8 +141,8 @@ class ArrayRows(HeldRows):
         left = mx.contiguous(tail.key[:, :, dropped:]), mx.contiguous(tail.value[:, :, dropped:])
         return replace(dense, tail=left, tail_start=start)
 
-    def _fold(self, formats: FormatPair, dense: DenseTokens, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
-        """Pages, as tensors, with tokens from slot `slot` of each stream on; their other slots are empty."""
+    def _fold(self, dense: DenseTokens, formats: FormatPair, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
+        """`Fold`, with the sinks of `dense` checked once."""
         tensors, first = (to_torch(key), to_torch(value)), self.window.sinks + slot
         checked = [("tokens from", first, x) for x in tensors]
         if dense.sinks is not None and not self._checked_sinks:
@@ -205,7 +184,7 @@ class ArrayRows(HeldRows):
         if sinks is not None:
             key, value = (torch.cat((to_torch(s), x), 2) for s, x in zip(sinks, (key, value), strict=True))
         formats = fit.fitted(key, value, energies, queries, allot)
-        stores = self._with_ripe_pages(self.dense, tail, formats)
+        stores = self._with_ripe_pages(tail, formats, partial(self._fold, self.dense))
         dense = self._without_folded(self.dense, tail, stores[0].count)
         self._become(fit=fit.kept(self.length), formats=formats, stores=stores, dense=dense)
 
@@ -228,14 +207,11 @@ class ArrayRows(HeldRows):
             tail = tuple(to_mlx(x).astype(ARRAY_DTYPES[self.dtype]) for x in dense)
         sinks = _first(self.dense.sinks, min(length, self.window.sinks))
         tail = _first(tail, length - left.tail_start)
-        fit, formats = self.fit.cropped(length), self.formats
-        if self.fits_again(length):
-            formats = self.fit.formats
-            stores = self.read_as(formats, stores)
         self._become(
-            stores=stores, dense=DenseTokens(left.tail_start, sinks, tail), fit=fit, formats=formats, length=length,
+            dense=DenseTokens(left.tail_start, sinks, tail),
             _checked_sinks=self._checked_sinks and length >= self.window.sinks,
-        )  # fmt: skip
+            **self._cropped(length, stores),
+        )
         return left.lost
 
 

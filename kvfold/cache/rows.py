@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.compaction import keep_pages, keep_tokens
-from kvfold.cache.fit import Allot, energy_of, energy_of_unknown
+from kvfold.cache.fit import Allot
 from kvfold.cache.held import HeldRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore
@@ -67,13 +67,13 @@ class FoldedRows(HeldRows):
         new = DenseSpan((key, value), self.length + into_sinks, into_sinks, n - into_sinks)
         length = self.length + n
         if self.schedule.by_token:
-            stores = self._with_tokens(new) if new.tokens else self.stores
+            stores = self._with_tokens(new.key, new.value, new.start, self._fold)
             self._become(stores=stores, dense=dense, length=length, dtypes=dtypes)
             return None
         tail = self.tail_span()
         if tail is not None:
             new = DenseSpan.of(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
-        stores = self.stores if self.formats.awaits_fit else self._with_ripe_pages(new, self.formats)
+        stores = self.stores if self.formats.awaits_fit else self._with_ripe_pages(new, self.formats, self._fold)
         tail_start = self.schedule.tail_start(length, self.evicted, stores[0].count)
         dense = dense.with_tail(new, n - into_sinks, max(tail_start, dense.tail_start))
         unread = new.after(self.folded_stop - new.start)
@@ -141,25 +141,8 @@ class FoldedRows(HeldRows):
         _TOKEN_FOLDERS[keys] = self.formats, others, folder
         return folder
 
-    def _with_ripe_pages(self, dense: DenseSpan, formats: FormatPair) -> tuple[PageStore, ...]:
-        """Stores with the pages of `dense` that are ripe and not folded yet."""
-        stores, start = self.read_as(formats), self.folded_stop
-        ripe = self.schedule.ripe(dense.stop, self.evicted) - self.keys.count
-        if ripe <= 0:
-            return stores
-        own = slice(start - dense.start, start - dense.start + ripe * self.page_size)
-        pages = self._fold(formats, dense.key[:, :, own], dense.value[:, :, own], start - self.window.sinks)
-        return tuple(store.with_pages(folded) for store, folded in zip(stores, pages, strict=True))
-
-    def _with_tokens(self, new: DenseSpan) -> tuple[PageStore, ...]:
-        """Stores with tokens that fold as they come."""
-        slot = new.start - self.window.sinks
-        pages = self._fold(self.formats, new.key, new.value, slot)
-        first = slot // self.page_size
-        return tuple(store.with_tokens(folded, first) for store, folded in zip(self.stores, pages, strict=True))
-
     def _fold(self, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
-        """Pages for each of `stores`, with tokens from slot `slot` of the stream on; their other slots are empty."""
+        """`Fold` for each of `stores`."""
         pages = []
         sides = ((formats.keys, key), (formats.values, value))
         for fmt, x in sides[: len(self.stores)]:
@@ -196,9 +179,11 @@ class FoldedRows(HeldRows):
         first, some = self.length - n, None
         counted = self.fit.counted(first)
         if query is None:
-            energy = energy_of_unknown(self.dense.tail[0], max(min(counted.stop, n) - counted.start, 0))
+            key, known = self.dense.tail[0], max(min(counted.stop, n) - counted.start, 0)
+            energy = torch.ones(*key.shape[:2], known, key.shape[-1], dtype=torch.bfloat16, device=key.device)
         else:
-            energy = energy_of(query[:, :, counted], self.kv_heads)
+            by_head = query[:, :, counted].float().square().unflatten(1, (self.kv_heads, -1))
+            energy = by_head.mean(2).bfloat16()
             if self.fit.awaits_bits:
                 some = query[:, :, self.fit.sampled(first)]
                 some = some.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
@@ -211,7 +196,7 @@ class FoldedRows(HeldRows):
             tail = self.tail_span()
             assert tail is not None
             formats = fit.fitted(*self._first_tokens(tail), fit.energy, fit.queries, allot)
-            stores = self._with_ripe_pages(tail, formats)
+            stores = self._with_ripe_pages(tail, formats, self._fold)
             tail_start = self.schedule.tail_start(self.length, self.evicted, stores[0].count)
             dense = self.dense.with_tail(tail, 0, max(tail_start, self.dense.tail_start))
             changes = {"formats": formats, "stores": stores, "dense": dense}
@@ -307,12 +292,8 @@ class FoldedRows(HeldRows):
             dense = dense.reopened(key, value, left.tail_start)
         else:
             dense = dense.moved(left.tail_start - dense.tail_start)
-        fit, formats = self.fit.cropped(length), self.formats
-        if self.fits_again(length):
-            formats = self.fit.formats
-            stores = self.read_as(formats, stores)
         checked = min(self._checked, max(length - self.window.sinks, -1) // self.page_size)
-        self._become(stores=stores, dense=dense, fit=fit, formats=formats, length=length, _checked=checked)
+        self._become(dense=dense, _checked=checked, **self._cropped(length, stores))
         return left.lost
 
     def _clear_free_slots(self, stores: tuple[PageStore, ...], length: int) -> None:

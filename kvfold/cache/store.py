@@ -107,17 +107,15 @@ class PageStore:
         if self.storage is not None and count <= self._capacity:
             return self.storage
         capacity = max(count, self._capacity + self._capacity // GROWTH)
+        held = None if self.storage is None else self.storage.map(lambda t: t[:, :, : self.count])
+        return like.map_named(lambda name, t: self._grown(None if held is None else getattr(held, name), t, capacity))
 
-        def grown(name: str, template: Tensor) -> Tensor:
-            shape = list(template.shape)
-            shape[PAGE_DIM] = capacity
-            storage = template.new_empty(shape)
-            if self.storage is not None:
-                old = getattr(self.storage, name).narrow(PAGE_DIM, 0, self.count)
-                storage.narrow(PAGE_DIM, 0, self.count).copy_(old)
-            return storage
-
-        return like.map_named(grown)
+    def _grown(self, held: Any, template: Tensor, capacity: int) -> Any:
+        """Storage for a part of `capacity` pages, which begins with those `held`."""
+        storage = template.new_empty((*template.shape[:PAGE_DIM], capacity, *template.shape[PAGE_DIM + 1 :]))
+        if held is not None:
+            storage[:, :, : self.count] = held
+        return storage
 
 
 def _paired(storage: Pages, pages: Pages, first: int) -> list[tuple[Tensor, Tensor]]:

@@ -207,12 +207,9 @@ def demo_folder() -> Path:
 def _kept_folder() -> Path:
     """Where `demo_folder` keeps the model."""
     gguf = _demo_file()
-    return _cache_folder() / f"{gguf.stem}-{gguf.stat().st_size}"
-
-
-def _cache_folder() -> Path:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return caches / "kvfold" / f"{gguf.stem}-{gguf.stat().st_size}"
     except RuntimeError:
         raise FileNotFoundError("there is no home folder to keep the model in: let XDG_CACHE_HOME name one") from None
 

@@ -77,10 +77,7 @@ def attend_rows(
     step = max(queries // batch, 1)
     for first in range(0, n, step):
         part = slice(first, first + step)
-        if mask is not None and mask.shape[2] > 1:
-            own_mask: Tensor | None = mask[:, :, part]
-        else:
-            own_mask = mask
+        own_mask = mask[:, :, part] if mask is not None and mask.shape[2] > 1 else mask
         out[:, :, part] = _attend_some(
             query[:, :, part], rows, dense, until[part], stop[part], scaling=scaling, mask=own_mask, softcap=softcap,
             sink_logits=sink_logits,
@@ -113,10 +110,7 @@ def _attend_some(
         own = Span(ints[places], ints[held], ints[position], ints[starts if span is dense else nothing], ints[afters])
         given.append(Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
     sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count)
-    sides = None
-    if count:
-        sides = stored(rows.keys, exact), stored(rows.values, exact)
-        assert rows.keys.storage is not None
+    sides = (stored(rows.keys, exact), stored(rows.values, exact)) if count else None
     masked = NO_MASK
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()

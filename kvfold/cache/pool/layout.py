@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.formats import Format, FormatPair
+from kvfold.formats import FormatPair
 from kvfold.formats.base import Window
 from kvfold.formats.page import Pages
 from kvfold.quant.packing import TILE
@@ -64,7 +64,8 @@ class PageLayout:
             raise ValueError(
                 f"keys have pages of {self.page_size} tokens, values of {formats.values.page_size}: they must agree"
             )
-        sides = [list(_page_of(side).tensors()) for side in (formats.keys, formats.values)]
+        zeros = ((side, torch.zeros(side.page_size, side.head_dim)) for side in (formats.keys, formats.values))
+        sides = [list(side.fold(page).tensors()) for side, page in zeros]
         parts: tuple[list[Part], list[Part]] = ([], [])
         at = 0
         for codes in (True, False):
@@ -78,11 +79,6 @@ class PageLayout:
     def slot_bytes(self, itemsize: int) -> int:
         """Bytes of the pool for a token and head, a multiple of `itemsize`."""
         return -(-self.used // (self.page_size * itemsize)) * itemsize
-
-
-def _page_of(side: Format) -> Pages:
-    """One folded page of zeros."""
-    return side.fold(torch.zeros(side.page_size, side.head_dim))
 
 
 class PagePool:

@@ -61,9 +61,8 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
         require_attached()
         with self.passes.one(self.layer):
             appended = self.layer.append(keys, values)
-        return FoldedHandle(appended, keys, 0, self.passes.reading), FoldedHandle(
-            appended, values, 1, self.passes.reading
-        )
+        reading = self.passes.reading
+        return FoldedHandle(appended, keys, 0, reading), FoldedHandle(appended, values, 1, reading)
 
     def keys_and_values(self) -> None:
         """Not possible: layers that share a cache need keys and values that other layers added, which are not kept.

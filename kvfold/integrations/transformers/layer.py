@@ -1,18 +1,18 @@
 """One folded layer as transformers sees it."""
 
-import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.batch import Appended
 from kvfold.cache.layer import LayerCache
 from kvfold.integrations.transformers.handle import FoldedHandle
+from kvfold.integrations.transformers.watch import calling_modules
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
@@ -40,16 +40,6 @@ class ForwardPass:
         if message not in self.warned:
             self.warned.add(message)
             logger.warning(message)
-
-
-def calling_modules() -> Iterator[nn.Module]:
-    """Modules whose methods are running, from the innermost on."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, nn.Module):
-            yield caller
-        frame = frame.f_back
 
 
 class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]

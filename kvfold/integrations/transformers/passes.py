@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvfold.cache.shape import LayerShape
-from kvfold.integrations.transformers.layer import ForwardPass, calling_modules
+from kvfold.integrations.transformers.layer import ForwardPass
 from kvfold.integrations.transformers.undo import Undo, undo_of_growth
-from kvfold.integrations.transformers.watch import WatchedPass
+from kvfold.integrations.transformers.watch import WatchedPass, calling_modules
 from kvfold.kernels.graphs import outside_graphs
 
 

@@ -105,12 +105,9 @@ def resolve_head_dim(config: PreTrainedConfig) -> HeadDim:
     found = {name: value for name, value in steps.items() if value}
     if not found:
         raise ValueError(f"config tells no head dimension: it has none of {', '.join(steps)}")
-    decided = next(iter(found))
-    evidence = [f"{decided} = {found[decided]}"]
-    for name, value in found.items():
-        if name != decided:
-            evidence.append(f"{name} = {value} {'agrees' if value == found[decided] else 'differs'}")
-    return HeadDim(found[decided], tuple(evidence))
+    (decided, value), *others = found.items()
+    agreement = (f"{name} = {own} {'agrees' if own == value else 'differs'}" for name, own in others)
+    return HeadDim(value, (f"{decided} = {value}", *agreement))
 
 
 def _shape(config: PreTrainedConfig, kind: str, window: int) -> LayerShape:

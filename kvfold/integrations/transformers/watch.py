@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator
 from types import FrameType
 
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -48,6 +49,12 @@ class WatchedPass:
         self.touched.add((layer, what))
         if layer == self._last:
             self._caller = None  # it would keep the model's intermediate results alive
+
+
+def calling_modules() -> Iterator[nn.Module]:
+    """Modules whose methods are running, from the innermost on."""
+    callers = (frame.f_locals.get("self") for frame in _frames())
+    return (caller for caller in callers if isinstance(caller, nn.Module))
 
 
 def _frames() -> Iterator[FrameType]:
