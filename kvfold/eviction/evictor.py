@@ -10,15 +10,7 @@ from kvfold.eviction.policy import Candidates, Eviction
 
 
 class Evictor:
-    """A policy at work in one cache.
-
-    Attributes
-    ----------
-    policy
-        The policy.
-    triggers
-        How often tokens were evicted.
-    """
+    """A policy at work in one cache; it counts in `triggers` how often tokens were evicted."""
 
     def __init__(self, policy: Eviction) -> None:
         self.policy = policy

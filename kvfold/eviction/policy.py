@@ -22,24 +22,13 @@ PAGE_BLOCK = 16
 
 @dataclass(eq=False)
 class Candidates:
-    """Folded tokens of one layer that may go, of batch rows of one length.
-
-    Attributes
-    ----------
-    layer
-        The layer's index.
-    rows
-        The rows that hold them.
-    slots
-        How many: the first folded ones.
-    queries
-        The newest queries, (batch, heads, tokens, key_dim), if the policy asked for them.
-    """
+    """The first `slots` folded tokens of one layer, which may go, of batch rows of one length."""
 
     layer: int
     rows: FoldedRows
     slots: int
     queries: Tensor | None = None
+    """The newest ones, (batch, heads, tokens, key_dim), if the policy asked for them."""
 
     @property
     def positions(self) -> Tensor:
@@ -145,13 +134,7 @@ class Eviction(ABC):
         return self.budget
 
     def keep(self, candidates: Sequence[Candidates]) -> list[Tensor | None]:
-        """What stays, layer by layer: `FoldedRows.evict`'s `keep`, or None where nothing goes.
-
-        Parameters
-        ----------
-        candidates
-            Of each layer, the same batch rows.
-        """
+        """What stays of the same rows, layer by layer: `FoldedRows.evict`'s `keep`, or None where nothing goes."""
         units = [_Units.of(self, each, self.scores(each)) for each in candidates]
         if self.mode != "per_layer_per_head":
             _share(units, self.mode)
@@ -160,14 +143,9 @@ class Eviction(ABC):
 
 @dataclass(eq=False)
 class _Units:
-    """The units of one layer that can go: tokens, or pages.
+    """The units of one layer that can go: single tokens, or pages of `size` tokens.
 
-    Attributes
-    ----------
-    scores, start
-        Of each unit, (batch, kv_heads, units): its worth, and its first position.
-    size
-        Tokens of a unit.
+    Each has a score and its first position, (batch, kv_heads, units).
     """
 
     candidates: Candidates

@@ -19,16 +19,10 @@ class Affine(BlockFormat):
     """x̂ = zero + s·code for groups of channels of one token: zero = min, s = (max − min)/(2^b − 1), both float16.
 
     A block holds for each group s, zero, and the codes as a stream of bits.
-
-    Attributes
-    ----------
-    bits
-        2 to 8.
-    group
-        Channels that share s and zero: 32, 64 or 128; a head with fewer is one group.
     """
 
     group: int = 128
+    """Channels that share s and zero; a head with fewer is one group."""
 
     summary = "Steps from the least to the largest of each group of channels, not rotated"
     source = "sanctum-mlx, after KVQuant (arXiv 2401.18079)"

@@ -136,13 +136,7 @@ class Format(ABC):
         return {}
 
     def with_fit_tables(self, tables: Mapping[str, Tensor]) -> "Format":
-        """This format with the tables that `fit_tables` returned.
-
-        Raises
-        ------
-        ValueError
-            If they cannot be such tables.
-        """
+        """This format with the tables that `fit_tables` returned; raise ValueError if they cannot be such."""
         if tables:
             raise ValueError(f"{type(self).__name__} has no tables called {', '.join(tables)}")
         return self
@@ -196,15 +190,7 @@ class Format(ABC):
         return pages
 
     def fold_into(self, x: Tensor, places: Places) -> None:
-        """Fold whole pages by GPU kernels, with each part written to its place.
-
-        Parameters
-        ----------
-        x
-            Floating point, (1, heads, tokens, head_dim).
-        places
-            Where each page goes.
-        """
+        """Fold whole pages, (1, heads, tokens, head_dim), by GPU kernels, with each part written to its place."""
         for name, tensor in self.fold_from(x).tensors():
             places.store(name, tensor)
 
@@ -257,8 +243,7 @@ class Format(ABC):
     @cached_property
     def bytes_per_vector(self) -> float:
         """Bytes of a vector in a full page: its codes and scales, and its share of the page's metadata."""
-        page = self.fold(torch.zeros(self.page_size, self.head_dim))
-        return page.nbytes / self.page_size
+        return self.fold(torch.zeros(self.page_size, self.head_dim)).nbytes / self.page_size
 
     @property
     def metadata_bytes_per_page(self) -> int:

@@ -24,20 +24,11 @@ def frequencies_of(base: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class BeforeRope(BlockFormat):
-    """Keys of 128 channels, where RoPE turns channels f and f + 64 together, as in Llama and most other models.
-
-    Attributes
-    ----------
-    head_dim
-        128.
-    bits
-        3.
-    frequencies
-        RoPE's ω_f, 64 of them; (): those of base 10⁶.
-    """
+    """Keys of 128 channels, where RoPE turns channels f and f + 64 together, as in Llama and most other models."""
 
     bits: int = 3
     frequencies: tuple[float, ...] = ()
+    """RoPE's ω_f, 64 of them; (): those of base 10⁶."""
 
     bit_range = (3, 3)
     turns_back: ClassVar[bool] = True

@@ -23,16 +23,10 @@ class Corrected(Wrapped):
 
     Signs are channels D … 2D of the page form: a second channel group with a scale of its own, two levels,
     and R⁻¹ = [R⁻¹, R⁻¹·Mᵀ]. So the page grows wider, and code that reads pages needs no change.
-
-    Attributes
-    ----------
-    base
-        The format of the codes, with one bit less.
-    residual
-        "qjl", "srht" or "sign" (`kvfold.quant.residuals`).
     """
 
     residual: str
+    """Which M (`kvfold.quant.residuals`)."""
 
     summary = "One bit of each code spent on signs of the remainder"
     source = "arXiv 2504.19874, Algorithm 2"

@@ -20,11 +20,6 @@ class Ggml(BlockFormat):
     """x̂ = d·q, 32 numbers sharing a float16 d: q from −127 to 127 (q8_0), or from −8 to 7 (q4_0).
 
     q8_0 has d = max|x|/127. q4_0 has d = −x_m/8 for the number x_m of the largest magnitude, so that d may be negative.
-
-    Attributes
-    ----------
-    bits
-        8 or 4.
     """
 
     summary = "llama.cpp's blocks of 32 numbers and a scale, not rotated"

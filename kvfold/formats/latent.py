@@ -53,11 +53,6 @@ class KeyView(Format):
     """Values that are the first channels of their keys: they have no pages of their own.
 
     If keys have a residual, values are read from the codes alone: its signs only correct products with queries.
-
-    Attributes
-    ----------
-    keys
-        The keys' format.
     """
 
     keys: Format

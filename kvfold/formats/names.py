@@ -94,21 +94,13 @@ _NUMBERED = re.compile(r"((?:tbq|tbqp|amx|tbqx)[0-9])_([0-4])")
 
 @dataclass(frozen=True)
 class Name:
-    """A name, taken apart.
-
-    Attributes
-    ----------
-    build
-        Makes the format, given head_dim, lanes and perhaps page_size.
-    page_size
-        If the name says one.
-    block, suffix
-        The name in `BLOCKS`, and the number of the block if the name has one ("2" in "tbq3_2").
-    """
+    """A name, taken apart."""
 
     build: Callable[..., Format]
+    """Makes the format, given head_dim, lanes and perhaps page_size."""
     page_size: int | None = None
     block: str | None = None
+    """The name in `BLOCKS`, and below the number of the block if the name has one ("2" in "tbq3_2")."""
     suffix: str | None = None
 
 
@@ -159,13 +151,7 @@ def check_names(names: str) -> tuple[str, str]:
 
 
 def parse(name: str) -> Name:
-    """Take a name apart.
-
-    Raises
-    ------
-    ValueError
-        If it is no format's name.
-    """
+    """Take a name apart; raise if it is no format's."""
     whole = PRESETS.get(name, name)
     stem, at, size = whole.partition("@")
     page_size = None

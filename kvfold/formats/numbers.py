@@ -12,26 +12,14 @@ MOST_OF_A_MODEL = 2**16
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, what: str = "a whole number") -> int:
-    """`value`, a whole number within bounds; `what` describes such a number in the message.
-
-    Raises
-    ------
-    ValueError
-        If it is none: a bool, a float, NaN, text, or beyond the bounds.
-    """
+    """`value`, a whole number within bounds, or ValueError; `what` describes such a number in the message."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ValueError(f"{name} = {short(value)}: give {what} from {least} to {most}")
     return int(value)
 
 
 def real(name: str, value: Any, least: float, most: float) -> float:
-    """`value`, a finite number within bounds.
-
-    Raises
-    ------
-    ValueError
-        If it is none: a bool, NaN, infinite, text, or beyond the bounds.
-    """
+    """`value`, a finite number within bounds, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{name} = {short(value)}: give a number from {least:g} to {most:g}")
     return float(value)

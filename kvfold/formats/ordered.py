@@ -12,16 +12,10 @@ from kvfold.formats.base import Format
 
 @dataclass(frozen=True)
 class Ordered(Format):
-    """A format whose `fitted` finds an order of channels.
-
-    Attributes
-    ----------
-    order
-        order[…, i] is the channel that comes i-th: int16, (heads, D) or (batch, heads, D). None: not fitted, channels
-        as they come.
-    """
+    """A format whose `fitted` finds an order of channels."""
 
     order: Tensor | None = field(default=None, compare=False, repr=False)
+    """As in `ChannelOrder`: int16, (heads, D) or (batch, heads, D). None: not fitted, channels as they come."""
 
     @property
     def folds_by_token(self) -> bool:

@@ -21,16 +21,10 @@ class Outliers(Ordered):
 
     Outliers are the channels with the largest E[x_c²] over a prompt's first tokens, found for each head: the paper does
     not say how. Tokens stay dense until then.
-
-    Attributes
-    ----------
-    bits
-        Bits of the other channels.
-    outliers
-        How many channels have `outlier_bits`: a multiple of 16.
     """
 
     outliers: int = TILE
+    """How many channels have `outlier_bits`, the others `bits`: a multiple of 16."""
     outlier_bits: int = 3
 
     summary = "TurboQuant of outlier channels and of the others, each with its norm, bits and rotation"

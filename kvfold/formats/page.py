@@ -38,7 +38,7 @@ class TokenCodes:
     beside
         Bytes that attention does not read: uint8, (…, T, any); may be absent.
     centre, channel_scale
-        z and S of the page that these tokens make up: float16, (…, D); absent where a format has none.
+        z and S of the page that these tokens make up: float16, (…, D); absent for z = 0 and S = 1.
     """
 
     code: Tensor
@@ -71,14 +71,8 @@ class Pages:
     ----------
     code
         Packed codes: uint8, (…, N, bytes), laid out by `kvfold.quant.packing`.
-    scale, offset
-        s, float16 or float32, and a, float16: (…, N, P, G); both may be absent, `offset` alone too (s = 1, a = 0).
-    plain
-        Channels that stay numbers, after the coded ones: float16, (…, N, P, plain_dim); may be absent.
-    beside
-        Bytes of each token that attention does not read: uint8, (…, N, P, any); may be absent.
-    centre, channel_scale
-        z and S: float16, (…, N, D); absent for z = 0 and S = 1.
+    scale, offset, plain, beside, centre, channel_scale
+        As in `TokenCodes`, with (…, N, P, ·) for (…, T, ·), and (…, N, D) for (…, D).
     tokens
         How many tokens the N pages stand for; the last page may be part full.
     first

@@ -28,18 +28,10 @@ class Polar4(BlockFormat):
 
     Rows have 128 index bytes and γ (polar4-u8: 132 bytes), or two indices a byte (polar4: 68 bytes). Attention reads
     pages in its own precision; `unfold_bfloat16` rounds where that system does.
-
-    Attributes
-    ----------
-    head_dim
-        128.
-    bits
-        4, or 8 for an index a byte.
-    layer
-        The layer whose rotation is used: that of `torch.Generator().manual_seed(42 + 1000 · layer)`.
     """
 
     layer: int = 0
+    """The layer whose rotation is used."""
 
     summary = "Rows of 4-bit indices and a float32 norm, brought back to length when read; a byte an index in polar4-u8"
     source = "pypto-lib: TurboQuant KV cache for Qwen3 on NPUs"
@@ -97,14 +89,10 @@ class Polar4(BlockFormat):
         return TokenCodes(code.contiguous(), from_bytes(blocks[..., -4:], torch.float32))
 
     def to_stacked(self, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Rows as that system stacks them for one layer.
+        """Rows as that system stacks them for one layer, block by block, head by head, for pages (kv_heads, tokens).
 
-        Returns
-        -------
-        codes
-            uint8, (blocks · kv_heads · 128, 128 or 64), for pages (kv_heads, tokens): block by block, head by head.
-        norms
-            float32, (the same rows, 1). Rows beyond the last token are 0.
+        They are codes, uint8, (blocks · kv_heads · 128, 128 or 64), and norms, float32, (the same rows, 1). Rows beyond
+        the last token are 0.
         """
         if pages.code.ndim != 3:
             raise ValueError(f"pages have {pages.code.ndim - 2} leading dimensions: give those of (kv_heads, tokens)")

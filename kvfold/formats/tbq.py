@@ -28,21 +28,12 @@ class TBQ(BlockFormat):
     float16. With `signs`, a code has one bit less, and each coordinate has a sign bit for the remainder. Up to D = 128
     that is the sign of the coordinate's remainder ("direct sign"), above it the sign after a second Hadamard transform
     (QJL).
-
-    Attributes
-    ----------
-    head_dim
-        64, 128, 256, 512 or 576.
-    bits
-        3 or 4, the sign included.
-    signs
-        Whether one of the bits is a sign (TBQP).
-    double
-        Whether D = 64 goes through two sign flips and two H, with d the root mean square of the result.
     """
 
     signs: bool = False
+    """Whether one of the bits is a sign (TBQP)."""
     double: bool = False
+    """Whether D = 64 goes through two sign flips and two H, with d the root mean square of the result."""
 
     summary = "Blocks of Walsh–Hadamard coordinates and fixed levels (TBQ; TBQP with signs of remainders)"
     source = "TBQ fork of llama.cpp"

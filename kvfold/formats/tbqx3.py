@@ -25,14 +25,10 @@ class PolarForm(PageForm):
     """Pages of radii, angles and signs, 64 of each: reading turns them by the token's position.
 
     R would differ from token to token, which the kernels' page form does not allow, so only the reference reads these.
-
-    Attributes
-    ----------
-    frequencies
-        RoPE's ω_f.
     """
 
     frequencies: tuple[float, ...] = ()
+    """RoPE's ω_f."""
 
     @cached_property
     def only_reference(self) -> str | None:

@@ -14,7 +14,6 @@ from kvfold.quant.transforms import Transform
 from kvfold.quant.xoshiro import gaussian_rotation
 
 DIM = 128
-SEED = 42
 
 _LEVELS = {
     3: (0.0217497133497666, 0.0670292218440566, 0.1187950167018509, 0.1890403719434884),
@@ -28,19 +27,10 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class TQ(BlockFormat):
-    """x̂ = ‖x‖·Πᵀ·c: blocks of a float32 norm and 128 codes of 3 or 4 bits, 52 or 68 bytes.
+    """x̂ = ‖x‖·Πᵀ·c: blocks of a float32 norm and 128 codes of 3 or 4 bits, 52 or 68 bytes."""
 
-    Attributes
-    ----------
-    head_dim
-        128.
-    bits
-        3 or 4.
-    seed
-        Seed of the rotation, on which two systems must agree; 42 in ggml_turboquant.
-    """
-
-    seed: int = SEED
+    seed: int = 42
+    """Of the rotation, on which two systems must agree: this is ggml_turboquant's."""
 
     summary = "Blocks of TurboQuant codes with a float32 norm and a rotation of their own"
     source = "ggml_turboquant, for ik_llama.cpp"

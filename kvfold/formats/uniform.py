@@ -27,18 +27,10 @@ class Uniform(BlockFormat):
     The residual is a sign of each remainder and their root mean square ("QJL" in SKaiNET, though nothing is projected).
     A block holds seed, bits, count and the residual's bits and count; then s and codes; then the residual's s and
     signs.
-
-    Attributes
-    ----------
-    bits
-        2, 3, 4 or 8, the residual's sign not counted.
-    seed
-        Seed of the sign flips, drawn as in SKaiNET.
-    residual
-        Whether there is a residual.
     """
 
     residual: bool = False
+    """Whether there is a residual, whose signs `bits` do not count."""
 
     summary = "Uniform codes in groups of 32 after sign flips and a Walsh–Hadamard transform"
     source = "SKaiNET"

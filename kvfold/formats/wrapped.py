@@ -12,13 +12,7 @@ from kvfold.formats.statistics import KeyStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapped(Format):
-    """A format that folds as `base` does, and adds something.
-
-    Attributes
-    ----------
-    base
-        The other format.
-    """
+    """A format that folds as `base` does, and adds something."""
 
     base: Format
 

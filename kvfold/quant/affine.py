@@ -12,23 +12,9 @@ from kvfold.quant.tables import on
 def closest_affine(y: Tensor, centre: Tensor, scale: Tensor, lut: Tensor, bits: Sequence[int]) -> tuple[Tensor, Tensor]:
     """For each channel, the candidate k and codes with the least Σ_t (y − z_k − S_k·lut[code])⁴.
 
-    Parameters
-    ----------
-    y
-        float32, (pages, P, D).
-    centre, scale
-        Candidates z and S: float32, (pages, K, D), K ≤ 255. A scale of 0 reads as the centre alone.
-    lut
-        Ascending levels of each group of 16 channels: float32, (⌈D/16⌉, at least 2^bits).
-    bits
-        Bits of each group.
-
-    Returns
-    -------
-    code
-        uint8, (pages, P, D).
-    chosen
-        k, the first of equals: uint8, (pages, D).
+    `y` is float32, (pages, P, D); z and S are float32, (pages, K, D), K ≤ 255, and a scale of 0 reads as the centre
+    alone; levels ascend, (⌈D/16⌉, at least 2^bits). Returns codes, uint8, (pages, P, D), and k, the first of equals,
+    uint8, (pages, D).
     """
     tiny = 2.0**-24  # the smallest float16
     best: list[tuple[Tensor, Tensor]] = []
@@ -71,19 +57,9 @@ def candidates(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple
 
 
 def encode(y: Tensor, lut: Tensor, bits: Sequence[int], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, centres and scales of pages, by the best of `candidates`: the reference of kernels that fold.
+    """Codes of pages (…, P, D), uint8, and their centres and scales, float16, (…, D), by the best of `candidates`.
 
-    Parameters
-    ----------
-    y
-        float32, (…, P, D).
-
-    Returns
-    -------
-    code
-        uint8, (…, P, D).
-    centre, scale
-        float16, (…, D).
+    This is the reference of kernels that fold.
     """
     pages = y.reshape(-1, *y.shape[-2:])
     centres, scales = candidates(pages, lut, bits, steps)

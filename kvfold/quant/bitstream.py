@@ -5,15 +5,7 @@ from torch import Tensor
 
 
 def to_stream(codes: Tensor, bits: int) -> Tensor:
-    """Codes (…, n) as bytes (…, n·bits/8): bit i of the stream is bit i % 8 of byte i // 8.
-
-    Parameters
-    ----------
-    codes
-        uint8, each below 2^bits, n·bits a multiple of 8.
-    bits
-        1 to 8.
-    """
+    """Codes (…, n), uint8, as bytes (…, n·bits/8): bit i of the stream is bit i % 8 of byte i // 8."""
     own = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     by_byte = own.flatten(-2).unflatten(-1, (-1, 8))
     return (by_byte << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)

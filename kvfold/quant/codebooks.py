@@ -20,30 +20,17 @@ MAX_BITS = 8
 
 @dataclass(frozen=True)
 class Density:
-    """A symmetric density, as the functions that the Lloyd–Max conditions need.
-
-    Attributes
-    ----------
-    pdf
-        f(x).
-    cdf
-        ∫ f from −∞ to x.
-    first_moment
-        ∫ t·f(t) dt from −∞ to x.
-    second_moment
-        ∫ t²·f(t) dt from −∞ to x.
-    std
-        Standard deviation.
-    support
-        Largest x with f(x) > 0; may be infinite.
-    """
+    """A symmetric density f, as the functions that the Lloyd–Max conditions need."""
 
     pdf: Callable[[Array], Array]
     cdf: Callable[[Array], Array]
     first_moment: Callable[[Array], Array]
+    """∫ t·f(t) dt from −∞ to x."""
     second_moment: Callable[[Array], Array]
+    """∫ t²·f(t) dt from −∞ to x."""
     std: float
     support: float
+    """Largest x with f(x) > 0; may be infinite."""
 
 
 def gaussian() -> Density:
@@ -113,23 +100,11 @@ def generalised_gaussian(shape: float) -> Density:
 
 
 def lloyd_max(density: Density, bits: int) -> Array:
-    """Levels c₀ < … < c_{2^bits−1} that satisfy both Lloyd–Max conditions.
+    """Levels c₀ < … < c_{2^bits−1} that satisfy both Lloyd–Max conditions, symmetric, in the density's own units.
 
     Each level is the centroid of its cell, each cell ends half-way between levels. Plain alternation between the two
     conditions converges more slowly the more levels there are. So Newton's method solves F(c) = c − centroid(c) = 0,
     whose Jacobian is tridiagonal.
-
-    Parameters
-    ----------
-    density
-        A symmetric density.
-    bits
-        1 to 8.
-
-    Returns
-    -------
-    ndarray of float64, shape (2^bits,)
-        In the density's own units, ascending, symmetric.
     """
     _check_bits(bits)
     n = 2**bits
@@ -193,7 +168,6 @@ def flat_levels(bits: int) -> tuple[float, ...]:
 
     RoPE turns key channels with the position, so within a page their density lies between a Gaussian and that of a
     sine. On the demo model's keys these levels lose a quarter less than the Gaussian's.
-
     """
     return tuple(lloyd_max(generalised_gaussian(3.0), bits).tolist())
 

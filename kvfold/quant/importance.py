@@ -17,23 +17,10 @@ OFFSETS = tuple(2**o for o in range(17))
 def expected_queries(
     mean: Tensor, magnitude: Tensor, now: int, frequencies: Tensor, turned_by: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Directions and weights for `pair_scores`.
+    """Directions, real parts and then imaginary ones, (heads, 2F), and weights of magnitudes, (heads, F): float32.
 
-    Parameters
-    ----------
-    mean, magnitude
-        E[q], complex, and E|q|: (heads, F).
-    now
-        Position of the newest token.
-    frequencies
-        ω_f: float64, (F,).
-    turned_by
-        m, the factor that RoPE applies to keys besides turning them (YaRN's attention factor).
-
-    Returns
-    -------
-    tuple of Tensor
-        Directions, real parts and then imaginary ones, (heads, 2F), and weights of magnitudes, (heads, F): float32.
+    They come of E[q], complex, and E|q|, (heads, F), at the position `now`, with ω_f, float64, and the factor m that
+    RoPE applies to keys besides turning them (YaRN's attention factor).
     """
     ahead = now + torch.tensor(OFFSETS, dtype=torch.float64, device=frequencies.device)
     turn = torch.polar(torch.ones((), dtype=torch.float64, device=ahead.device), ahead[:, None] * frequencies).mean(0)
@@ -43,14 +30,10 @@ def expected_queries(
 
 
 def pair_scores(x: Tensor, direction: Tensor, spread: Tensor) -> Tensor:
-    """Scores of keys for each query head: float32, (…, heads, repeat, T).
+    """Scores of keys turned by RoPE, (…, heads, T, D), for each query head: float32, (…, heads, repeat, T).
 
-    Parameters
-    ----------
-    x
-        Keys turned by RoPE: float32, (…, heads, T, D); pair f is channels f and f + F.
-    direction, spread
-        Of the queries that share a KV head: (heads, repeat, 2F) and (heads, repeat, F).
+    Pair f is channels f and f + F. Directions, (heads, repeat, 2F), and spreads, (heads, repeat, F), are those of the
+    queries that share a KV head.
     """
     pairs = spread.shape[-1]
     turned = x[..., : 2 * pairs]

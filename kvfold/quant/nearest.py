@@ -7,21 +7,9 @@ from kvfold.quant.tables import on
 
 
 def nearest_level(y: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the level nearest to each element, and that level.
+    """Index, uint8, of the level nearest to each element, and that level; a tie goes to the lower one.
 
-    Parameters
-    ----------
-    y
-        Floating point, any shape.
-    levels
-        float32, (L,), ascending, L ≤ 256.
-
-    Returns
-    -------
-    code
-        uint8, the shape of `y`; a tie goes to the lower level.
-    value
-        `levels[code]`.
+    Levels are float32 and ascend, 256 at most.
     """
     levels = on(y.device, levels)
     code = torch.bucketize(y, 0.5 * (levels[1:] + levels[:-1]), out_int32=True)

@@ -48,21 +48,9 @@ def code_bytes(page_size: int, bits: Sequence[int]) -> int:
 
 
 def pack(codes: Tensor, bits: Sequence[int], lanes: Lanes) -> Tensor:
-    """Pack pages of codes.
+    """Pages of codes, uint8, (…, P, D), as bytes (…, `code_bytes(P, bits)`).
 
-    Parameters
-    ----------
-    codes
-        uint8, shape (…, P, D), P a multiple of 16, each code below 2^b of its channel group.
-    bits
-        Bits of each group of 16 channels, ⌈D/16⌉ entries.
-    lanes
-        "tokens" for keys, "channels" for values.
-
-    Returns
-    -------
-    Tensor
-        uint8, shape (…, `code_bytes(P, bits)`).
+    P is a multiple of 16, and each code is below 2^b of its group of 16 channels.
     """
     tiles = _to_tiles(codes, lanes)
     packed = [_pack_tile(tile, b) for tile, b in _in_order(tiles, bits, lanes)]

@@ -47,17 +47,10 @@ def from_pairs(pairs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Polar:
-    """Quantised pairs.
-
-    Attributes
-    ----------
-    sigma
-        σ = √(Σ r²/D), at least `SMALLEST`: float32, (…, 1).
-    radius, angle
-        Indices: uint8, (…, D/2).
-    """
+    """Quantised pairs: indices of radii and angles, uint8, (…, D/2)."""
 
     sigma: Tensor
+    """σ = √(Σ r²/D), at least `SMALLEST`: float32, (…, 1)."""
     radius: Tensor
     angle: Tensor
 

@@ -18,21 +18,12 @@ from kvfold.quant.transforms import randomised_hadamard
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """A rule for sign bits.
-
-    Attributes
-    ----------
-    matrix
-        M, shape (D, D), float32.
-    gain
-        c.
-    from_norm
-        Whether s is ‖r‖; otherwise it is the mean of |r|.
-    """
+    """A rule for sign bits: M, (D, D), float32, and c."""
 
     matrix: Tensor
     gain: float
     from_norm: bool
+    """Whether s is ‖r‖; otherwise it is the mean of |r|."""
 
     def encode(self, r: Tensor) -> tuple[Tensor, Tensor]:
         """Sign bits (1 where M·r ≥ 0, uint8, (…, D)) and scales s (…) of remainders `r` (…, D)."""

@@ -12,24 +12,14 @@ from kvfold.quant.transforms import Transform
 
 @dataclass(frozen=True, eq=False)
 class RotatedCode:
-    """How vectors become codes: y = R·x − z, code = argmin |y/‖y‖ − level|, and a scale by a rule.
-
-    Attributes
-    ----------
-    transform
-        R.
-    levels
-        Ascending, for coordinates of unit vectors: float32, (2^bits,).
-    rule
-        One of `kvfold.quant.scales.SCALE_RULES`.
-    centred
-        Whether z is the mean of a page's R·x, as float16 holds it, or 0.
-    """
+    """How vectors become codes: y = R·x − z, code = argmin |y/‖y‖ − level|, and a scale by one of `SCALE_RULES`."""
 
     transform: Transform
     levels: Tensor
+    """Ascending, for coordinates of unit vectors: float32, (2^bits,)."""
     rule: str
     centred: bool = False
+    """Whether z is the mean of a page's R·x, as float16 holds it, or 0."""
 
     @property
     def bits(self) -> int:
@@ -38,22 +28,7 @@ class RotatedCode:
 
 
 def encode(x: Tensor, how: RotatedCode) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and centres of pages.
-
-    Parameters
-    ----------
-    x
-        float32, (…, P, D).
-
-    Returns
-    -------
-    code
-        uint8, (…, P, D).
-    scale
-        float16, (…, P).
-    centre
-        float16, (…, D), or None.
-    """
+    """Codes of pages (…, P, D), uint8, their scales, float16, (…, P), and their centres, float16, (…, D), or None."""
     y, centre = how.transform.apply(x), None
     if how.centred:
         centre = y.mean(-2).half()

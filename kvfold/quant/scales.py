@@ -31,10 +31,7 @@ def eden(x: Tensor, c: Tensor) -> Tensor:
 
 
 SCALE_RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "raw": raw,
-    "matched": matched,
-    "least_squares": least_squares,
-    "eden": eden,
+    rule.__name__: rule for rule in (raw, matched, least_squares, eden)
 }
 """Rules by name: (x, c), each (…, D), to s (…); the zero vector gets s = 0."""
 

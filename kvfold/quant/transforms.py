@@ -20,18 +20,11 @@ from kvfold.quant.tables import on
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """x ↦ R·x for row vectors, its inverse, and what it does to queries.
-
-    Attributes
-    ----------
-    matrix
-        R, shape (D, D), float32.
-    general_inverse
-        R⁻¹, shape (D, D), float32; None if R is orthogonal.
-    """
+    """x ↦ R·x for row vectors, its inverse, and what it does to queries; R is float32, (D, D)."""
 
     matrix: Tensor
     general_inverse: Tensor | None = None
+    """R⁻¹; None if R is orthogonal."""
 
     def __post_init__(self) -> None:
         for name in ("matrix", "general_inverse"):  # kernels read them by address
@@ -66,52 +59,34 @@ class Transform:
 
 @dataclass(frozen=True, eq=False)
 class Hadamard(Transform):
-    """(Q ⊗ H/√2^k)·diag(signs), with the parts beside the matrix, for kernels that use butterflies.
-
-    Attributes
-    ----------
-    signs
-        ±1, shape (D,), float32.
-    mix
-        Q, shape (m, m), float32, for D = m·2^k with odd m; None for m = 1.
-    """
+    """(Q ⊗ H/√2^k)·diag(signs), with the parts beside the matrix, for kernels that use butterflies."""
 
     signs: Tensor = field(kw_only=True)
     mix: Tensor | None = field(default=None, kw_only=True)
+    """Q, (m, m), float32, for D = m·2^k with odd m; None for m = 1."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it holds."""
         return (self.matrix, self.signs) if self.mix is None else (self.matrix, self.signs, self.mix)
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelOrder:
-    """A permutation of each head's channels, with the interface of `Transform`.
-
-    Attributes
-    ----------
-    order
-        order[…, i] is the channel that comes i-th: int16, (D,), (heads, D) or (batch, heads, D). Vectors
-        have the shape (…, heads, n, m, D).
-    """
+    """A permutation of each head's channels, with the interface of `Transform`, for vectors (…, heads, n, m, D)."""
 
     order: Tensor
+    """order[…, i] is the channel that comes i-th: int16, (D,), (heads, D) or (batch, heads, D)."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it holds."""
         return (self.order,)
 
     def apply(self, x: Tensor) -> Tensor:
-        """The channels of every row of `x`, in this order."""
         return x.gather(-1, self._index(x).expand(x.shape))
 
     def invert(self, y: Tensor) -> Tensor:
-        """The channels of every row of `y`, back in their original order."""
         return y.gather(-1, self._index(y).argsort(-1).expand(y.shape))
 
     def apply_to_query(self, q: Tensor) -> Tensor:
-        """The same as `apply`, as a permutation is orthogonal."""
-        return self.apply(q)
+        return self.apply(q)  # a permutation is orthogonal
 
     def _index(self, x: Tensor) -> Tensor:
         index = on(x.device, self.order).long()[..., None, None, :]
@@ -120,34 +95,22 @@ class ChannelOrder:
 
 @dataclass(frozen=True, eq=False)
 class OrderedMatrix:
-    """A permutation of each head's channels, then an orthogonal matrix that heads share; interface of `Transform`.
-
-    Attributes
-    ----------
-    order
-        The permutation.
-    matrix
-        Orthogonal, (D, D), float32.
-    """
+    """A permutation of each head's channels, then an orthogonal matrix that heads share; interface of `Transform`."""
 
     order: ChannelOrder
     matrix: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it holds."""
         return (*self.order.tensors(), self.matrix)
 
     def apply(self, x: Tensor) -> Tensor:
-        """R·x for every row of `x` (…, heads, n, m, D)."""
         return self.order.apply(x) @ on(x.device, self.matrix, x.dtype).mT
 
     def invert(self, y: Tensor) -> Tensor:
-        """R⁻¹·y for every row of `y`."""
         return self.order.invert(y @ on(y.device, self.matrix, y.dtype))
 
     def apply_to_query(self, q: Tensor) -> Tensor:
-        """The same as `apply`, as R is orthogonal."""
-        return self.apply(q)
+        return self.apply(q)  # R is orthogonal
 
 
 AnyTransform = Transform | ChannelOrder | OrderedMatrix
