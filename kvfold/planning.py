@@ -22,50 +22,26 @@ BESIDE_PAGES = 2.0
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One format's projection.
-
-    Attributes
-    ----------
-    format
-        A format, keys:values, or a dense dtype.
-    bytes_per_token
-        What one more token takes in a long sequence, page metadata included.
-    held_bytes
-        What one sequence of the given context takes, everything counted.
-    longest_context
-        Tokens of one sequence that fit into the memory.
-    users
-        Sequences of the given context that fit.
-    """
+    """One format's projection."""
 
     format: str
     bytes_per_token: float
+    """Of one more token in a long sequence, page metadata included."""
     held_bytes: int
+    """Of one sequence of the given context, everything counted."""
     longest_context: int
+    """Tokens of one sequence that fit into the memory."""
     users: int
+    """Sequences of the given context that fit."""
 
 
 def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize: float = 2.0) -> int:
     """Bytes of one sequence's cache of `tokens` tokens, everything counted but states that do not grow.
 
-    Parameters
-    ----------
-    layers
-        Their shapes.
-    format
-        A format, keys:values, or one of `DENSE_DTYPES`.
-    tokens
-        Length of the sequence.
-    itemsize
-        Bytes of a value in layers that do not fold: of the dtype that the model computes in.
-
-    Raises
-    ------
-    ValueError
-        If a layer's shape is not known.
+    `format` is a format, keys:values, or one of `DENSE_DTYPES`. `itemsize` is that of the dtype that the model computes
+    in: of a value in layers that do not fold.
     """
     _check(layers)
-    dense_only = DENSE_DTYPES.get(format)
     total, tables = 0.0, {}
     for layer, pair in zip(layers, _formats_of(layers, format), strict=True):
         if pair is not None:
@@ -77,17 +53,14 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
                     tables[id(tensor)] = tensor.nbytes
         else:
             held = min(tokens, layer.window - 1) if layer.kind == "sliding" else tokens
-            total += held * layer.values_per_token * (dense_only or itemsize)
+            total += held * layer.values_per_token * DENSE_DTYPES.get(format, itemsize)
     return ceil(total) + sum(tables.values())
 
 
 def _formats_of(layers: Sequence[LayerShape], format: str) -> list[FormatPair | None]:
     """The formats of each layer; None where it stays dense."""
     configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format))
-    return [
-        configs[index].formats_of(*layer.folded_dims) if index in configs else None
-        for index, layer in enumerate(layers)
-    ]
+    return [configs[i].formats_of(*layer.folded_dims) if i in configs else None for i, layer in enumerate(layers)]
 
 
 def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float = 2.0) -> float:
@@ -105,24 +78,7 @@ def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float =
 def plan(
     layers: Sequence[LayerShape], formats: Sequence[str], memory: int, context: int, itemsize: float = 2.0
 ) -> list[PlanRow]:
-    """Project each format into `memory` bytes, for sequences of `context` tokens.
-
-    Parameters
-    ----------
-    layers, itemsize
-        As `held_bytes` takes them.
-    formats
-        Formats, keys:values, or names of `DENSE_DTYPES`.
-    memory
-        Bytes that the cache may take.
-    context
-        Tokens of each sequence.
-
-    Raises
-    ------
-    ValueError
-        If a layer's shape is not known, or no layer's cache grows with the text.
-    """
+    """Project each format into `memory` bytes, for sequences of `context` tokens."""
     if context < 1:
         raise ValueError(f"context = {context}: give a number of tokens, 1 or more")
     if all(layer.kind in ("sliding", "none") for layer in layers):
@@ -134,16 +90,8 @@ def plan(
         )
     rows = []
     for format in formats:
-        held = held_bytes(layers, format, context, itemsize)
-        rows.append(
-            PlanRow(
-                format=format,
-                bytes_per_token=bytes_per_token(layers, format, itemsize),
-                held_bytes=held,
-                longest_context=_longest(layers, format, memory, itemsize),
-                users=memory // held,
-            )
-        )
+        held, longest = held_bytes(layers, format, context, itemsize), _longest(layers, format, memory, itemsize)
+        rows.append(PlanRow(format, bytes_per_token(layers, format, itemsize), held, longest, memory // held))
     return rows
 
 

@@ -26,23 +26,17 @@ from kvfold.quant.packing import TILE
 from kvfold.quant.transforms import ChannelOrder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+CHUNK = 256
+"""Tokens of one forward pass."""
 SIDES = ("key", "value")
 COLUMNS = ("layer", "equal key codes", "equal value codes", "scale error", "hidden cosine", "smallest")
 
 
 @dataclass(frozen=True)
 class Executor:
-    """A way to compute.
+    """A way to compute: the dtype of weights and activations, a device, and a backend of attention, or the fastest.
 
-    Attributes
-    ----------
-    dtype
-        Of the weights and activations: a name of torch's.
-    device
-        "cpu", "cuda", "cuda:1", ….
-    backend
-        Of attention: one of `kvfold.attention.BACKENDS`, by default the fastest. `parse` reads "cpu" as the device,
-        whose default is the backend of the same name.
+    `parse` reads "cpu" as the device, whose fastest backend is that of the same name.
     """
 
     dtype: str = "float32"
@@ -81,27 +75,19 @@ class Executor:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """One layer under two executors.
+    """One layer under two executors; None where it folds nothing.
 
-    Attributes
-    ----------
-    layer
-        Its number.
-    key_match, value_match
-        Share of equal codes; None where a layer folds nothing. Codes with different bits count as different.
-    key_bits, value_bits
-        Mean bits of a code under each executor: they may differ, as a layer's bits can depend on its computed values.
-    scale_error
-        Mean of |s_a − s_b| / |s_a| over keys and values.
-    hidden_cosine, hidden_cosine_min
-        Cosine of the layer's output, mean and smallest over tokens.
+    A match is the share of equal codes; codes with different bits count as different. Bits are the mean of a code under
+    each executor: they may differ, as a layer's bits can depend on its computed values.
     """
 
     layer: int
     key_match: float | None
     value_match: float | None
     scale_error: float | None
+    """Mean of |s_a − s_b| / |s_a| over keys and values."""
     hidden_cosine: float
+    """Cosine of the layer's output: the mean, and below the smallest, over tokens."""
     hidden_cosine_min: float
     key_bits: tuple[float, float] | None = None
     value_bits: tuple[float, float] | None = None
@@ -109,26 +95,13 @@ class LayerComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two executors on one prompt.
-
-    Attributes
-    ----------
-    layers
-        Layer by layer.
-    tokens
-        Of the prompt.
-    generated
-        Of the greedy continuation.
-    first_divergence
-        The first token of the continuation that differs, from 0; None if none does.
-    texts
-        The continuations' tokens.
-    """
+    """Two executors on one prompt of `tokens` tokens, and their greedy continuations."""
 
     layers: tuple[LayerComparison, ...]
     tokens: int
     generated: int
     first_divergence: int | None
+    """The first token of the continuations that differs, from 0; None if none does."""
     texts: tuple[tuple[int, ...], tuple[int, ...]]
 
     def to_json(self, **about: Any) -> dict[str, Any]:
@@ -144,7 +117,6 @@ def compare(
     executors: tuple[Executor, Executor],
     *,
     generate: int = 64,
-    chunk: int = 256,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Comparison:
     """Read `ids` (1, T) with each executor, and let each go on greedily.
@@ -152,7 +124,7 @@ def compare(
     The model is copied, not changed. `progress` is called with tokens read and written, which add up to
     2·(T + generate).
     """
-    runs = [_run(model, ids, format, executor, generate, chunk, progress) for executor in executors]
+    runs = [_run(model, ids, format, executor, generate, progress) for executor in executors]
     (cache_a, hidden_a, text_a), (cache_b, hidden_b, text_b) = runs
     layers = []
     for i, (a, b) in enumerate(zip(cache_a.layers, cache_b.layers, strict=True)):
@@ -185,7 +157,6 @@ def _run(
     format: str,
     executor: Executor,
     generate: int,
-    chunk: int,
     progress: Callable[[int], None],
 ) -> tuple[FoldedCache, list[Tensor], list[int]]:
     own = copy.deepcopy(model).to(executor.device, DTYPES[executor.dtype])
@@ -199,8 +170,7 @@ def _run(
     ]
     ids = ids.to(executor.device)
     logits = None
-    for start in range(0, ids.shape[1], chunk):
-        part = ids[:, start : start + chunk]
+    for part in ids.split(CHUNK, 1):
         logits = own(part, **cache_argument(own, cache), use_cache=True, logits_to_keep=1).logits
         progress(part.shape[1])
     for hook in hooks:

@@ -45,13 +45,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def speed(rows: Sequence["SpeedRow"]) -> "Figure":
-    """Decoding rate and held memory over contexts, a line a cache.
-
-    Parameters
-    ----------
-    rows
-        What `kvfold.evaluate.speed.measure_speed` returned.
-    """
+    """Decoding rate and held memory over contexts, a line a cache."""
     figure = new_figure(9.0, 3.6)
     rate, memory = figure.subplots(1, 2)
     for name in dict.fromkeys(row.format for row in rows):
@@ -69,13 +63,7 @@ def speed(rows: Sequence["SpeedRow"]) -> "Figure":
 
 
 def needle_grid(rows: Sequence[Row]) -> "Figure":
-    """Share of needles found, by length and depth; dense first, then each format.
-
-    Parameters
-    ----------
-    rows
-        Outcomes of the needle task (`kvfold.evaluate.behaviour.Outcome` as dicts).
-    """
+    """Share of needles found, by length and depth, from outcomes of the needle task; dense first, then each format."""
     formats = list(dict.fromkeys(row["format"] for row in rows))
     lengths = sorted({row["about"]["length"] for row in rows})
     depths = sorted({row["about"]["depth"] for row in rows})
@@ -107,17 +95,10 @@ def needle_grid(rows: Sequence[Row]) -> "Figure":
 
 
 def pareto_plot(rows: Sequence[Row], front: Sequence[Row]) -> "Figure":
-    """Held bits a value against KL, each format a point.
+    """Held bits a value against KL, each format a point, and the `front` of those that no other beats.
 
     The rate–distortion bound of a Gaussian source is 4^−b of the vectors' energy. KL follows the error's power, so the
     bound is scaled by KL / NMSE of the row with the largest loss; without layer errors no bound is drawn.
-
-    Parameters
-    ----------
-    rows
-        With format, bits_per_value, kl_mean, and key_error and value_error where known.
-    front
-        The rows that no other beats.
     """
     figure = new_figure()
     axis = figure.subplots()

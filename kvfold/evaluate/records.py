@@ -69,12 +69,7 @@ def read_rows(path: Path) -> list[Row]:
     """Rows of a JSON-lines file.
 
     A last line that was cut off while it was written (it has no newline, and begins as a row does) is not a row;
-    that is logged.
-
-    Raises
-    ------
-    ValueError
-        If another line is not a JSON object: names the line; the file is left as it is.
+    that is logged. A ValueError names any other line that is not a JSON object; the file is left as it is.
     """
     rows: list[Row] = []
     content = check_input(path, "results").read_bytes()
@@ -101,12 +96,7 @@ def read_rows(path: Path) -> list[Row]:
 def open_rows(path: Path, shape: Row) -> list[Row]:
     """Rows of a file that is to be appended to, none if it is missing; a cut-off last line is removed from it.
 
-    Raises
-    ------
-    OSError
-        If it can be neither read nor written.
-    ValueError
-        If a line is no row of that shape: names the line; the file is left as it is.
+    A ValueError names the first row that is not of that shape; the file is left as it is.
     """
     check_output(path, "out")
     if not path.exists():

@@ -80,13 +80,7 @@ class Results:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "Results":
-        """Rows of files that `kvfold eval`, `sweep`, `tasks`, `compare` and `plan` wrote, in any order.
-
-        Raises
-        ------
-        FileNotFoundError, ValueError
-            If a file is missing, is no JSON, or holds something else.
-        """
+        """Rows of files that `kvfold eval`, `sweep`, `tasks`, `compare` and `plan` wrote, in any order."""
         results = cls()
         for path in paths:
             for number, row in enumerate(_documents(path), start=1):
@@ -150,13 +144,7 @@ def _documents(path: Path) -> Iterator[Row]:
 
 
 def render(results: Results, title: str = "kvfold") -> str:
-    """The page, styles and plots included: it loads nothing else.
-
-    Raises
-    ------
-    ValueError
-        If there are no results, or jinja2 or matplotlib is missing.
-    """
+    """The page, styles and plots included: it loads nothing else."""
     try:
         from jinja2 import Environment
     except ImportError:
@@ -323,9 +311,8 @@ def _plans(rows: Sequence[Row]) -> Iterator[Section]:
 
 def _machine(rows: Sequence[Row]) -> TableOf:
     measured = next((row["versions"] for row in rows if row.get("versions")), versions())
-    lines = [(name, value) for name, value in measured.items()]
-    lines += [("processor of the report's machine", _processor()), ("its cores", str(os.cpu_count()))]
-    return TableOf(("", ""), lines)
+    own = [("processor of the report's machine", _processor()), ("its cores", str(os.cpu_count()))]
+    return TableOf(("", ""), [*measured.items(), *own])
 
 
 def _processor() -> str:

@@ -17,18 +17,9 @@ Compared = tuple[FormatPair, Tensor, Tensor]
 
 
 class Runtime(Protocol):
-    """A model on an engine.
+    """A model on an engine, with its config, the name of its weights' dtype, and the packages that figures depend on.
 
     Calling it with tokens, (1, T), and `past_key_values` gives an object with `logits`, (1, T, vocabulary).
-
-    Attributes
-    ----------
-    config
-        The model's config, as transformers has it.
-    dtype
-        Name of the weights' dtype.
-    packages
-        Packages whose versions the figures depend on.
     """
 
     config: PreTrainedConfig

@@ -28,39 +28,24 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One cache after one context.
-
-    Attributes
-    ----------
-    format
-        "dense" or a format.
-    context, new_tokens
-        Tokens of the prompt, and tokens decoded after it.
-    prefill_ms
-        Time to read the prompt.
-    decode_tok_s, ms_per_token, ms_per_token_quartiles
-        Decoding one token at a time: the median step, as a rate and in ms, and the quartiles.
-    throughput_tok_s
-        New tokens over all time, the prompt's included.
-    decode_ratio
-        The dense cache's median step over this one's; steps alternate, so that both see the same machine.
-    held_bytes
-        Every byte that the cache owns at the end.
-    peak_bytes
-        How much the process grew at most while it read the prompt; None where the system does not tell (Linux does).
-    """
+    """One cache, dense or in a format, after a prompt of `context` tokens, decoding one token at a time."""
 
     format: str
     context: int
     new_tokens: int
     prefill_ms: float
     decode_tok_s: float
+    """By the median step, as the ms below."""
     ms_per_token: float
     ms_per_token_quartiles: tuple[float, float]
     throughput_tok_s: float
+    """New tokens over all time, the prompt's included."""
     decode_ratio: float
+    """The dense cache's median step over this one's; steps alternate, so that both see the same machine."""
     held_bytes: int
+    """Every byte that the cache owns at the end."""
     peak_bytes: int | None
+    """How much the process grew at most while it read the prompt; None where the system does not tell (Linux does)."""
 
     def to_json(self, **about: Any) -> dict[str, Any]:
         """As a JSON object, with versions and what else is given."""
@@ -76,30 +61,9 @@ def measure_speed(
     new_tokens: int = 32,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[SpeedRow]:
-    """Time dense and folded caches side by side.
+    """Time an attached model with dense and folded caches side by side, the dense one first after each context.
 
-    Parameters
-    ----------
-    model
-        Attached (`kvfold.attach`).
-    ids
-        A text, (1, tokens), longer than every context.
-    contexts
-        Lengths of prompts.
-    new_tokens
-        Tokens to decode after each, at least 2.
-    progress
-        Called with numbers of tokens read or decoded.
-
-    Returns
-    -------
-    list of SpeedRow
-        For each context the dense cache, then each format.
-
-    Raises
-    ------
-    ValueError
-        If a context is not positive or the text too short for it, or `new_tokens` below 2.
+    `ids` is a text, (1, tokens), longer than every context; `progress` is called with tokens read or decoded.
     """
     whole("new_tokens", new_tokens, 2)  # quartiles need so many
     for context in contexts:

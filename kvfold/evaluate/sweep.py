@@ -40,20 +40,14 @@ NEARLY_LOSSLESS = 8
 class Budgets:
     """How much perplexity may move, up or down: one that falls is no better than one that rises.
 
-    Attributes
-    ----------
-    pass_abs, pass_pct
-        Limits that must both hold for "pass".
-    warn_abs
-        Limit for "warn"; beyond it is "fail".
-    lossless_pct, lossless_kl
-        What a stage of the ablation may change: perplexity in percent, and KL(dense ‖ folded) a token in nats.
+    Both limits of "pass" must hold; beyond that of "warn" is "fail".
     """
 
     pass_abs: float = 0.3
     pass_pct: float = 5.0
     warn_abs: float = 1.0
     lossless_pct: float = 0.5
+    """What a stage of the ablation may change: perplexity in percent, and below KL(dense ‖ folded) a token in nats."""
     lossless_kl: float = 0.005
 
     def __post_init__(self) -> None:
@@ -79,19 +73,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Config:
-    """What a run folds into.
-
-    Attributes
-    ----------
-    family
-        "kvfold" or "turboquant" (`kvfold.formats.FAMILIES`).
-    key_bits, value_bits
-        Bits of a code, 16 for float16; those of keys include the residual's.
-    page_size
-        Tokens a page.
-    residual
-        Of keys: "none", "qjl", "srht" or "sign".
-    """
+    """What a run folds into: a family's bits of a code, 16 for float16; those of keys include their residual's."""
 
     family: str
     key_bits: int
@@ -114,22 +96,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the ablation.
-
-    Attributes
-    ----------
-    name, tests
-        What it is called and what it isolates.
-    bug
-        What a failure means.
-    config
-        What it folds into; None to leave every layer dense.
-    """
+    """One stage of the ablation."""
 
     name: str
     tests: str
     bug: str
+    """What a failure means."""
     config: Config | None
+    """None leaves every layer dense."""
 
 
 def ablation(family: str, residual: str | None = "qjl") -> tuple[Stage, ...]:
@@ -182,14 +156,9 @@ class StageFailed(ValueError):
 
 @dataclass(frozen=True)
 class Steps:
-    """What the staircase tries, in its order.
+    """What the staircase tries, in its order; of bits, what lies below the first "fail" is not run.
 
-    Attributes
-    ----------
-    key_bits, value_bits
-        Descending; what lies below the first "fail" is not run.
-    page_sizes, residuals
-        Further ones, beside those of the first steps (64, "none"). None: every residual that the family takes.
+    Page sizes and residuals are tried beside those of the first steps (64, "none"). None: all that the family takes.
     """
 
     key_bits: Sequence[int] = (8, 6, 5, 4, 3, 2)
@@ -211,25 +180,12 @@ class Steps:
 
 
 class Sweep:
-    """A sweep of one model over one text, into one file.
+    """A sweep of one model over passages, (1, T) each, of one text.
 
-    Parameters
-    ----------
-    model
-        Of transformers, or a runtime. Not attached; `run` attaches it, and detaches it at its end.
-    passages
-        Tokens, (1, T) each.
-    path
-        JSON-lines file that rows are appended to. Runs that it holds already are not repeated.
-    about
-        What tells sweeps in one file apart: model name, text_sha, ….
-    family
-        Formats to sweep.
-    started
-        Called with stage, format and number of tokens before a run, and with None in the place of the
-        number if the file holds its row.
-    progress
-        Called with tokens read.
+    The model is not attached; `run` attaches it, and detaches it at its end. Rows are appended to the JSON-lines file
+    `path`, and runs that it holds already are not repeated; `about` tells sweeps in one file apart: model name,
+    text_sha, …. `started` is called with stage, format and number of tokens before a run, and with None in the place of
+    the number if the file holds its row; `progress` with tokens read.
     """
 
     def __init__(
@@ -242,15 +198,13 @@ class Sweep:
         family: str = "kvfold",
         budgets: Budgets | None = None,
         steps: Steps | None = None,
-        chunk: int = 256,
         started: Callable[[str, str, int | None], None] = lambda stage, format, tokens: None,
         progress: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(f"family = {family!r}: choose one of {', '.join(FAMILIES)}")
         self.model, self.passages, self.path, self.about = runtime_of(model), passages, path, about
-        self.family, self.chunk = family, chunk
-        self.budgets, self.steps = budgets or Budgets(), steps or Steps()
+        self.family, self.budgets, self.steps = family, budgets or Budgets(), steps or Steps()
         self.started, self.progress = started, progress
         takes = () if family in NO_RESIDUAL else tuple(RESIDUALS)
         self.residuals = takes if self.steps.residuals is None else tuple(self.steps.residuals)
@@ -286,13 +240,7 @@ class Sweep:
             )
 
     def run(self) -> tuple[list[Row], list[Row]]:
-        """The ablation's rows, and if all of it holds, those of the staircase.
-
-        Raises
-        ------
-        StageFailed
-            If a stage of the ablation fails.
-        """
+        """The ablation's rows, and if all of it holds, those of the staircase."""
         try:
             return self.ablate(), self.descend()
         finally:
@@ -357,7 +305,8 @@ class Sweep:
                     self.started(stage, format, None)
                     return row
         self.started(stage, format, 2 * (self.n_tokens + len(self.passages)))
-        row = {"ts": _now(), "host": socket.gethostname(), "stage": stage, "config": described, "eval": about}
+        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        row = {"ts": now, "host": socket.gethostname(), "stage": stage, "config": described, "eval": about}
         row |= self._evaluate(format, config)
         row["verdict"] = self._verdict(row, isolated)
         append_row(self.path, row)
@@ -366,9 +315,9 @@ class Sweep:
 
     def _verdict(self, row: Row, isolated: bool) -> Verdict:
         dense, ppl = row["ppl_fp16"], row["ppl_tq"]
-        return (
-            self.budgets.verdict_of_stage(dense, ppl, row["kl_mean"]) if isolated else self.budgets.verdict(dense, ppl)
-        )
+        if isolated:
+            return self.budgets.verdict_of_stage(dense, ppl, row["kl_mean"])
+        return self.budgets.verdict(dense, ppl)
 
     def _policy(self, config: Config | None) -> Policy:
         if config is None:
@@ -382,21 +331,17 @@ class Sweep:
         if config is None:
             return self._identity()
         self.model.attach()
-        (quality,) = evaluate_formats(
-            self.model, self.passages, {format: self._policy(config)}, chunk=self.chunk, progress=self.progress
-        )
-        return self._figures(
-            quality.ppl_dense, quality, quality.bits_per_value, quality.held_bytes, quality.seconds_dense
-        )
+        policies = {format: self._policy(config)}
+        (row,) = evaluate_formats(self.model, self.passages, policies, progress=self.progress)
+        return self._figures(row.ppl_dense, row, row.bits_per_value, row.held_bytes, row.seconds_dense)
 
     def _identity(self) -> Row:
         """The attached model with every layer dense, beside the same model not attached."""
-
         meters = {"dense": FidelityMeter(), "attached": FidelityMeter()}
         for ids in self.passages:
             cache, dense = self.model.folded_cache(self._policy(None)), self.model.dense_cache()
             run = partial(self._with_or_without, cache)
-            read_in_lockstep(run, ids, dense, {"attached": cache}, meters, chunk=self.chunk, progress=self.progress)
+            read_in_lockstep(run, ids, dense, {"attached": cache}, meters, progress=self.progress)
         before, after, report = meters["dense"].result(), meters["attached"].result(), self.model.report(cache)
         return self._figures(before.ppl, after, report.bits_per_value, report.held_bytes, before.seconds)
 
@@ -434,10 +379,6 @@ class Sweep:
         }  # fmt: skip
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
 def cells(row: Row) -> list[str]:
     """A row's stage, format, change of perplexity, the same in percent, KL, bits and verdict, as text."""
     return [
@@ -446,11 +387,11 @@ def cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def pareto(rows: Sequence[Row], cost: str = "bits_per_value", loss: str = "kl_mean") -> list[Row]:
-    """Rows that no other row beats in both cost and loss, cheapest first."""
+def pareto(rows: Sequence[Row]) -> list[Row]:
+    """Rows that no other row beats in both bits and KL, cheapest first."""
     front: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row[cost], row[loss])):
-        if isfinite(row[loss]) and (not front or row[loss] < front[-1][loss]):
+    for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_mean"])):
+        if isfinite(row["kl_mean"]) and (not front or row["kl_mean"] < front[-1]["kl_mean"]):
             front.append(row)
     return front
 

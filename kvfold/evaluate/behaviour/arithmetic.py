@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,18 +16,13 @@ class Arithmetic(Task):
 
     Three solved examples come first, so that a model need not be tuned on instructions. The text comes before them:
     between the examples and the question, it would only make the examples hard to find.
-
-    Attributes
-    ----------
-    fillers
-        Tokens of text in front.
     """
 
     fillers: tuple[int, ...] = (0, 500, 1_000, 2_000)
 
-    name: ClassVar[str] = "arithmetic"
-    summary: ClassVar[str] = "sums and products of numbers and matrices"
-    group_by: ClassVar[tuple[str, ...]] = ("kind", "filler")
+    name = "arithmetic"
+    summary = "sums and products of numbers and matrices"
+    group_by = ("kind", "filler")
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         hay, start_of_prompt = plain(tokenizer, standard_text()), opening(tokenizer)

@@ -1,7 +1,6 @@
 """Where a greedy continuation first differs from the dense one."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,19 +41,14 @@ class Divergence(Task):
 
     Greedy text is chaotic: one changed token changes all that follow, right or wrong. So this shows how far caches
     differ, not how good the text is.
-
-    Attributes
-    ----------
-    tokens
-        Length of the continuations.
     """
 
     tokens: int = 200
 
-    name: ClassVar[str] = "divergence"
-    summary: ClassVar[str] = "share of a greedy continuation before its first different token"
-    group_by: ClassVar[tuple[str, ...]] = ("family",)
-    compares: ClassVar[bool] = True
+    name = "divergence"
+    summary = "share of a greedy continuation before its first different token"
+    group_by = ("family",)
+    compares = True
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         cases = []

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,18 +37,13 @@ DIALOGUES = {
 
 @dataclass(frozen=True)
 class Loops(Task):
-    """Conversations of six turns; a reply that ends in the same words over and over is a failure.
-
-    Attributes
-    ----------
-    reply
-        Most tokens of a reply.
-    """
+    """Conversations of six turns; a reply that ends in the same words over and over is a failure."""
 
     reply: int = 100
+    """Most tokens of one."""
 
-    name: ClassVar[str] = "loops"
-    summary: ClassVar[str] = "conversations of six turns that do not fall into a loop"
+    name = "loops"
+    summary = "conversations of six turns that do not fall into a loop"
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         return [

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,24 +19,18 @@ class Needle(Task):
 
     After Kamradt's "needle in a haystack" (2023). The question is a sentence to complete, so that models without
     instruction tuning can answer, too.
-
-    Attributes
-    ----------
-    lengths
-        Tokens of the prompt.
-    depths
-        Where the needle lies, 0 at the start to 1 at the end.
-    repeats
-        Needles and haystacks for each pair.
     """
 
     lengths: tuple[int, ...] = (1_000, 2_000, 4_000, 7_900)
+    """Tokens of the prompt."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Where the needle lies, 0 at the start to 1 at the end."""
     repeats: int = 2
+    """Needles and haystacks for each length and depth."""
 
-    name: ClassVar[str] = "needle"
-    summary: ClassVar[str] = "a number in a long text"
-    group_by: ClassVar[tuple[str, ...]] = ("length", "depth")
+    name = "needle"
+    summary = "a number in a long text"
+    group_by = ("length", "depth")
 
     def __post_init__(self) -> None:
         for length in self.lengths:

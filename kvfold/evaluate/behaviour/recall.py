@@ -1,7 +1,6 @@
 """A passphrase, a long story, the passphrase."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,21 +17,15 @@ class Recall(Task):
 
     The story always runs to its full length, so the tokens in between are in the cache as decoding wrote them. The
     question is a sentence to complete, so that models without instruction tuning can answer, too.
-
-    Attributes
-    ----------
-    between
-        Tokens of the model's text.
-    repeats
-        Passphrases for each length.
     """
 
     between: tuple[int, ...] = (200, 600)
+    """Tokens of the model's text."""
     repeats: int = 5
 
-    name: ClassVar[str] = "recall"
-    summary: ClassVar[str] = "a passphrase after a long reply"
-    group_by: ClassVar[tuple[str, ...]] = ("between",)
+    name = "recall"
+    summary = "a passphrase after a long reply"
+    group_by = ("between",)
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         cases = []

@@ -1,7 +1,6 @@
 """Names in another script, each with one official spelling."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -33,9 +32,9 @@ class Transliteration(Task):
     that rare tokens can still be read from the cache.
     """
 
-    name: ClassVar[str] = "transliteration"
-    summary: ClassVar[str] = "official spellings of names in another script"
-    group_by: ClassVar[tuple[str, ...]] = ("kind",)
+    name = "transliteration"
+    summary = "official spellings of names in another script"
+    group_by = ("kind",)
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
         names = list(OFFICIAL)
