@@ -485,7 +485,7 @@ def test_what_it_says_of_a_format(format: str) -> None:
 def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     new = _fill("centred-4", 20, 1)
     q = torch.randn(2, 6, 1, 64)
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_once.cache_clear()
     for _ in range(3):
         attend(q, new, scaling=0.1, mask=torch.zeros(1, 1, 1, 20))
         attend(q.double(), new, scaling=0.1)  # the reference by right: it alone computes in float64

@@ -156,10 +156,10 @@ def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
     if why is None:
         return backend
     if query.dtype != torch.float64:
-        _warn_once(why)
+        warn_once("attention runs in the reference implementation, which is slow: %s", why)
     return "reference"
 
 
 @cache
-def _warn_once(why: str) -> None:
-    logger.warning("attention runs in the reference implementation, which is slow: %s", why)
+def warn_once(message: str, why: str) -> None:
+    logger.warning(message, why)

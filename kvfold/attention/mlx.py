@@ -7,12 +7,13 @@ once, to the sum. Softmax runs online over blocks of pages, each of which waits 
 MLX computes a graph by its depth, and would otherwise unpack all blocks at once. Everything is float32.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
+from kvfold.attention.dispatch import warn_once
+from kvfold.attention.reference import PAGE_BLOCK, SCORE_BLOCK
 from kvfold.cache.batch import Appended
 from kvfold.cache.mlx import ArrayLayer, ArrayRows
 from kvfold.cache.spans import DenseSpan
@@ -22,13 +23,6 @@ from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.codes import unpack_levels
 from kvfold.kernels.mlx.decode import Side, decode, fits, why_not
 from kvfold.kernels.mlx.transforms import apply_to_query, invert
-
-logger = logging.getLogger("kvfold")
-
-PAGE_BLOCK = 16
-"""Pages that are unpacked at a time."""
-SCORE_BLOCK = 2**20
-"""About how many scores are held at a time; sets the number of queries that go through the keys together."""
 
 
 def attend(
@@ -124,7 +118,7 @@ class Reader:
             if why is None:
                 self.decode_pages(q_rotated)
             else:
-                _say_once(f"decoding on Metal takes plain operations, which are slower than the kernel: {why}")
+                warn_once("decoding on Metal takes plain operations, which are slower than the kernel: %s", why)
                 self.read_pages(q_rotated)
         else:
             self.read_pages(q_rotated)
@@ -246,11 +240,6 @@ def why_plain(rows: ArrayRows, repeat: int) -> str | None:
 
 def _on_metal() -> bool:
     return bool(mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu)
-
-
-@cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _side(store: PageStore) -> Side:

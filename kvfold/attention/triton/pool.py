@@ -124,10 +124,7 @@ def _attend_some_of_pool(
     kv_heads, exact, layout = layer.pool.kv_heads, query.dtype == torch.float32, layer.pool.layout
     keys, values, tails = layer.formats.keys, layer.formats.values, (layer.tail_keys, layer.tail_values)
     strides = [(x.stride(0), x.stride(1), x.stride(0)) for x in (key, value)]
-    dense = [
-        Dense(part.tail, *tails, *(x.stride()[:3] for x in tails)),
-        Dense(part.new, key, value, *strides),
-    ]
+    dense = [Dense(part.tail, *tails, *(x.stride()[:3] for x in tails)), Dense(part.new, key, value, *strides)]
     q = (query[part.tokens].float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
     rotated, plain = launch(
         by_token(q), by_token(keys.form.rotated_query(q)), part.sequences,

@@ -57,11 +57,7 @@ def rows_to_saved(rows: HeldRows) -> Contents:
 
 
 def rows_from_saved(
-    saved: Contents,
-    formats: FormatPair,
-    folds: FormatPair,
-    like: tuple[Tensor, Tensor],
-    length: int,
+    saved: Contents, formats: FormatPair, folds: FormatPair, like: tuple[Tensor, Tensor], length: int
 ) -> FoldedRows:
     """The rows that `rows_to_saved` described; everything is taken out of `saved`.
 

@@ -92,21 +92,19 @@ def _frequencies(index: int, format: str) -> None:
 
 def cache_report(cache: Sequence[Any]) -> CacheReport:
     """What a prompt cache holds, layer by layer, walked array by array, tables included."""
-    rows, tables, values = [], [], 0
+    rows, tables = [], []
     for index, each in enumerate(cache):
         if isinstance(each, FoldedKVCache):
             layer = each.layer
             tables.append(layer.tables())
             row = LayerReport(index, layer.folded_as, layer.columns, 0, layer.value_count, each.nbytes)
         else:
-            held, dense = each.nbytes, getattr(each, "keys", None)
-            tokens = getattr(each, "offset", 0)
-            count = 0
+            dense, tokens, count = getattr(each, "keys", None), getattr(each, "offset", 0), 0
             if isinstance(dense, mx.array):
                 per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (each.keys, each.values))
                 count = per_token * min(tokens, dense.shape[2])
-            row = LayerReport(index, "dense", tokens, 0, count, held)
+            row = LayerReport(index, "dense", tokens, 0, count, each.nbytes)
         rows.append(row)
-        values += row.values
     shared = held_array_bytes(tables)
-    return CacheReport(tuple(rows), shared, shared + sum(row.held_bytes for row in rows), values)
+    held_bytes, values = sum(row.held_bytes for row in rows), sum(row.values for row in rows)
+    return CacheReport(tuple(rows), shared, shared + held_bytes, values)

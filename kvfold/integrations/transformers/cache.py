@@ -30,13 +30,7 @@ from kvfold.integrations.transformers.operator import await_attention, not_taken
 from kvfold.integrations.transformers.origin import Origin
 from kvfold.integrations.transformers.passes import Passes
 from kvfold.integrations.transformers.rope import rope_of
-from kvfold.integrations.transformers.saving import (
-    KIND,
-    VERSION,
-    cache_from_saved,
-    cache_to_saved,
-    held_by_layer,
-)
+from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_saved, cache_to_saved, held_by_layer
 from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
 from kvfold.integrations.transformers.undo import change_all, undo_of_change
 from kvfold.kernels.graphs import outside_graphs
@@ -584,15 +578,13 @@ class FoldedCache(Cache):  # type: ignore[misc]
         tables: list[object] = [self.ids, self.evictor, self.number]
         for i, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
-                own = layer.folded.own()
-                tables.append(layer.folded.tables())
-                name, tokens, values = layer.folded.folded_as, layer.folded.columns, layer.folded.value_count
-                evicted = layer.folded.evicted_count
+                own = layer.folded
+                tables.append(own.tables())
+                counts = own.columns, own.evicted_count, own.value_count
+                rows.append(LayerReport(i, own.folded_as, *counts, held_bytes(own.own())))
             else:
-                own = [layer]
-                name, tokens, values = "dense", *_dense_counts(layer)
-                evicted = 0
-            rows.append(LayerReport(i, name, tokens, evicted, values, held_bytes(own)))
+                tokens, values = _dense_counts(layer)
+                rows.append(LayerReport(i, "dense", tokens, 0, values, held_bytes(layer)))
         return CacheReport(
             layers=tuple(rows),
             shared_bytes=held_bytes(tables),

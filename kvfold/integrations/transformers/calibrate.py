@@ -114,14 +114,12 @@ def measure_queries(
 
     Parameters
     ----------
-    model
-        A model; it is attached.
+    model, progress
+        As for `calibrate`.
     passages
         Tokens, (1, T) each.
     chunk
         Tokens of one forward pass.
-    progress
-        Called with numbers of tokens read.
 
     Raises
     ------
