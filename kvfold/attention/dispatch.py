@@ -41,9 +41,8 @@ def attend(
     scaling
         Factor on the scores, usually key_dim**-0.5.
     mask
-        None for causal attention. Otherwise (batch or 1, heads or 1, n, columns): bool, True where a
-        query may attend; or floating point, added to the scores. It then decides alone, causality
-        included.
+        None for causal attention. Otherwise (batch or 1, heads or 1, n, columns): bool, True where a query may attend;
+        or floating point, added to the scores. It then decides alone, causality included.
     softcap
         If given, scores become softcap·tanh(score / softcap), before the mask.
     sink_logits

@@ -125,6 +125,11 @@ class HeldRows:
         pages, first = fold(self.formats, key, value, slot), slot // self.page_size
         return tuple(store.with_tokens(folded, first) for store, folded in zip(self.stores, pages, strict=True))
 
+    def _cleared(self, stores: tuple[PageStore, ...], length: int) -> tuple[PageStore, ...]:
+        """Stores, emptied beyond the first `length` slots: new tokens are added to what is there."""
+        page, part = divmod(max(length - self.window.sinks, 0), self.page_size)
+        return tuple(store.without_slots(page, part) for store in stores) if part else stores
+
     def _cropped(self, length: int, stores: tuple[PageStore, ...]) -> dict[str, Any]:
         """What changes besides dense tokens when the first `length` slots stay, and of pages `stores`."""
         formats = self.formats

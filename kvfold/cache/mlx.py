@@ -194,9 +194,8 @@ class ArrayRows(HeldRows):
             return 0
         left = self.schedule.crop(length, 0, self.keys.count, self.dense.tail_start)
         stores = tuple(store.first(left.pages) for store in self.stores)
-        page, part = divmod(max(length - self.window.sinks, 0), self.page_size)
-        if self.schedule.by_token and part:
-            stores = tuple(store.without_slots(page, part) for store in stores)
+        if self.schedule.by_token:
+            stores = self._cleared(stores, length)
         tail = self.dense.tail
         if left.reopened:
             page = (left.tail_start - self.window.sinks) // self.page_size

@@ -11,8 +11,7 @@ from kvfold.formats.numbers import LARGEST, whole
 class Policy:
     """Formats of a model's full-attention layers.
 
-    Layers with a sliding window stay dense whatever the policy: their cache is small and their
-    error is not.
+    Layers with a sliding window stay dense whatever the policy: their cache is small and their error is not.
 
     Attributes
     ----------

@@ -282,7 +282,7 @@ class FoldedRows(HeldRows):
         left = self.schedule.crop(length, self.evicted, self.keys.count, self.dense.tail_start)
         stores, dense = tuple(store.first(left.pages) for store in self.stores), self.dense
         if self.schedule.by_token:
-            self._clear_free_slots(stores, length)
+            stores = self._cleared(stores, length)
         elif left.reopened:
             page = (left.tail_start - self.window.sinks) // self.page_size
             key, value = (
@@ -296,16 +296,10 @@ class FoldedRows(HeldRows):
         self._become(dense=dense, _checked=checked, **self._cropped(length, stores))
         return left.lost
 
-    def _clear_free_slots(self, stores: tuple[PageStore, ...], length: int) -> None:
-        """Zero the last page beyond the first `length` slots: new tokens are added to what is there."""
-        whole, part = divmod(max(length - self.window.sinks, 0), self.page_size)
-        for store in stores if part else ():
-            store.without_slots(whole, part)
-
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         if self.schedule.by_token:
-            self._clear_free_slots(self.stores, self.length)
+            self._cleared(self.stores, self.length)  # in place
 
     def selected(self, rows: Tensor) -> "FoldedRows":
         """The batch rows `rows`, in that order, repeats allowed; `self` stays as it is."""

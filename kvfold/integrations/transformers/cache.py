@@ -41,12 +41,10 @@ logger = logging.getLogger("kvfold")
 class FoldedCache(Cache):  # type: ignore[misc]
     """A KV cache that stays folded.
 
-    Pass it to a model's `forward` or `generate` as `cache` (`past_key_values` before transformers 5.24).
-    After `kvfold.attach(model)`, attention reads it folded; otherwise it is unfolded at each read, which is right but
-    slow.
+    Pass it to a model's `forward` or `generate` as `cache` (`past_key_values` before transformers 5.24). After
+    `kvfold.attach(model)`, attention reads it folded; otherwise it is unfolded at each read, which is right but slow.
 
-    Layers with a sliding window, linear attention, or no cache of their own are those of
-    `DynamicCache`, dense.
+    Layers with a sliding window, linear attention, or no cache of their own are those of `DynamicCache`, dense.
 
     Parameters
     ----------
@@ -74,8 +72,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
     Raises
     ------
     ValueError
-        On an unknown format, one that cannot take the config's head_dim, or an encoder-decoder
-        config.
+        On an unknown format, one that cannot take the config's head_dim, or an encoder-decoder config.
 
     Examples
     --------

@@ -164,13 +164,7 @@ class Step(Addresses):
     ) -> bool | None: ...
 
 def fold_token(
-    isa: str,
-    sides: Sequence[tuple[Tensor, int, TokenSide]],
-    batch: int,
-    heads: int,
-    page: int,
-    slot: int,
-    /,
+    isa: str, sides: Sequence[tuple[Tensor, int, TokenSide]], batch: int, heads: int, page: int, slot: int, /
 ) -> bool: ...
 
 class PagedLayer:
