@@ -37,11 +37,11 @@ class TokenFolder:
 
     def __init__(self, streams: Sequence[TokenPages], instruction_set: str = INSTRUCTION_SET) -> None:
         self._instruction_set = instruction_set
-        self.tensors = [tensor for stream in streams for tensor in stream.tensors()]
+        self.tensors = [tensor for stream in streams for tensor in stream.tensors()]  # read or written
         self._addresses = cpu.Addresses(self.tensors)
         self._room = min(s.code.shape[2] for s in streams), min(s.scale.shape[3] for s in streams)
         self._batch, self._heads = streams[0].code.shape[:2]
-        self.sides = [_side(stream) for stream in streams]
+        self.sides = [_side(stream) for stream in streams]  # as the kernel knows them
 
     def has_moved(self) -> bool:
         """Whether a tensor's memory has moved, as by `share_memory_`; then this folder must not be used any more."""
