@@ -29,10 +29,8 @@ class QualityRow:
         Predicted tokens, over all passages.
     ppl_dense, ppl, delta_ppl, delta_ppl_pct
         Perplexity with a dense cache and with this one; the difference, and in percent.
-    kl_mean, kl_p99
-        Mean and 99th percentile of KL(dense ‖ folded) a token, in nats.
-    top1
-        Share of tokens where both predict the same next token.
+    kl_mean, kl_p99, top1
+        As in `Fidelity`.
     bits_per_value, held_bytes
         What the cache held at the end of the last passage, everything counted.
     key_error, value_error
