@@ -1,4 +1,4 @@
-"""Attention of every backend against dense attention over the unfolded cache, query by query."""
+"""Attention of the CPU's kernel and the reference against dense attention over the unfolded cache, query by query."""
 
 from collections.abc import Sequence
 

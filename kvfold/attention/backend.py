@@ -1,7 +1,8 @@
 """Ways to compute attention over folded caches.
 
 A backend is a module, or an object, with the functions of `Backend`. To add one, write it beside
-`kvfold/attention/cpu` and name it in `BACKENDS`; it must agree with `kvfold.attention.naive`.
+`kvfold/attention/cpu` and name it in `BACKENDS`, and in `FASTEST` for its devices; it must agree with
+`kvfold.attention.naive`.
 """
 
 from typing import Any, Protocol
@@ -54,6 +55,9 @@ class Backend(Protocol):
 
 BACKENDS: dict[str, Backend] = {"cpu": cpu, "triton": triton, "reference": reference}
 """By name."""
+
+FASTEST = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
+"""The backend that is asked first, by the device's type; on other devices the reference runs."""
 
 
 def backend_of(name: str) -> Backend:

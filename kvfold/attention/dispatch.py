@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kvfold.attention import cpu, triton
-from kvfold.attention.backend import backend_of
+from kvfold.attention.backend import FASTEST, backend_of
 from kvfold.cache.batch import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
@@ -138,7 +138,7 @@ def path_of(formats: FormatPair, device: str) -> str:
     """In words: what reads a layer of these formats on a device ("cpu", "cuda", …)."""
     if device != "cpu":
         why: str | None = "there is no kernel for it yet"
-        if device in triton.DEVICES:
+        if FASTEST.get(device) == "triton":
             why = triton.why_not_pages(formats.keys.form, formats.values.form)
         return "Triton" if why is None else f"reference in torch: {why}"
     keys, values = cpu.reads_as(formats.keys), cpu.reads_as(formats.values)
@@ -150,10 +150,12 @@ def path_of(formats: FormatPair, device: str) -> str:
 
 def _fastest(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str:
     """The backend for a call. float64 queries go to the reference, which alone computes in float64."""
-    backend = "cpu" if query.is_cpu else "triton"
-    why = backend_of(backend).why_not(query, rows, mask)
-    if why is None:
-        return backend
+    backend = FASTEST.get(query.device.type)
+    why: str | None = f"there is no kernel for {query.device.type} yet"
+    if backend is not None:
+        why = backend_of(backend).why_not(query, rows, mask)
+        if why is None:
+            return backend
     if query.dtype != torch.float64:
         warn_once("attention runs in the reference implementation, which is slow: %s", why)
     return "reference"

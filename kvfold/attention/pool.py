@@ -6,7 +6,7 @@ ones from the tails, new ones from the step itself (`kvfold.cache.pool`).
 
 from torch import Tensor
 
-from kvfold.attention.backend import backend_of
+from kvfold.attention.backend import FASTEST, backend_of
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.plan import EngineStep
 
@@ -34,7 +34,7 @@ class PagedAttention:
         self.layer, self.heads = layer, heads
         self.scaling, self.softcap = scaling, softcap
         self.sink_logits = None if sink_logits is None else sink_logits.detach().float().contiguous()
-        self._run = backend_of(backend or ("cpu" if layer.pool.pages.device.type == "cpu" else "triton"))
+        self._run = backend_of(backend or FASTEST.get(layer.pool.pages.device.type, "reference"))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, step: EngineStep) -> Tensor:
         """Fold what the step completes, attend, and keep what it leaves of unfinished pages.

@@ -113,7 +113,8 @@ class HeldLayer(ABC):
             self.config.budgets.shares.clear()
         # (batch, heads, tokens, key_dim), of the newest columns, for eviction policies; None if none are kept.
         self.newest_queries: Tensor | None = None
-        self._fits: tuple[object, ...] | None = None  # shapes, dtypes and devices that `_check` accepted last
+        # Shapes, dtypes and devices that `LayerCache._check` accepted last.
+        self._fits: tuple[object, ...] | None = None
         self._formats: FormatPair | None = None
         self._like: tuple[Tensor, Tensor] | None = None  # empty tensors with shape, dtype and device
 

@@ -142,7 +142,7 @@ class ArrayRows(HeldRows):
         return replace(dense, tail=left, tail_start=start)
 
     def _fold(self, dense: DenseTokens, formats: FormatPair, key: mx.array, value: mx.array, slot: int) -> list[Pages]:
-        """`Fold`, with the sinks of `dense` checked once."""
+        """`kvfold.cache.held.Fold`, with the sinks of `dense` checked once."""
         tensors, first = (to_torch(key), to_torch(value)), self.window.sinks + slot
         checked = [("tokens from", first, x) for x in tensors]
         if dense.sinks is not None and not self._checked_sinks:

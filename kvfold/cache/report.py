@@ -47,24 +47,52 @@ def held_bytes(*objects: object) -> int:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer of a cache."""
+    """One layer of a cache.
 
-    layer: int  # its index
-    format: str  # its format, or "dense"
-    tokens: int  # columns seen, padding included
-    evicted: int  # tokens that each head has forgotten, summed over rows
-    values: int  # numbers that a dense cache would hold for the tokens that came
-    held_bytes: int  # bytes of its tensors, shared tables left out
+    Attributes
+    ----------
+    layer
+        Its index.
+    format
+        Its format, or "dense".
+    tokens
+        Columns seen, padding included.
+    evicted
+        Tokens that each head has forgotten, summed over rows.
+    values
+        Numbers that a dense cache would hold for the tokens that came.
+    held_bytes
+        Bytes of its tensors, shared tables left out.
+    """
+
+    layer: int
+    format: str
+    tokens: int
+    evicted: int
+    values: int
+    held_bytes: int
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """A cache, layer by layer."""
+    """A cache, layer by layer.
 
-    layers: tuple[LayerReport, ...]  # one entry a layer
-    shared_bytes: int  # bytes of tables that layers share: rotations and level tables
-    held_bytes: int  # every byte that the cache owns
-    values: int  # numbers that a dense cache would hold for the same tokens
+    Attributes
+    ----------
+    layers
+        One entry a layer.
+    shared_bytes
+        Bytes of tables that layers share: rotations and level tables.
+    held_bytes
+        Every byte that the cache owns.
+    values
+        Numbers that a dense cache would hold for the same tokens.
+    """
+
+    layers: tuple[LayerReport, ...]
+    shared_bytes: int
+    held_bytes: int
+    values: int
 
     @property
     def bits_per_value(self) -> float:

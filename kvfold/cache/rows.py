@@ -142,7 +142,7 @@ class FoldedRows(HeldRows):
         return folder
 
     def _fold(self, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
-        """`Fold` for each of `stores`."""
+        """`kvfold.cache.held.Fold` for each of `stores`."""
         pages = []
         sides = ((formats.keys, key), (formats.values, value))
         for fmt, x in sides[: len(self.stores)]:

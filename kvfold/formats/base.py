@@ -62,7 +62,8 @@ class Window:
 class Format(ABC):
     """A named way to choose R, z, S, s, a, lut and bits of the page form.
 
-    Subclasses say how a page's tokens become codes (`encode`); the rest is here.
+    Subclasses say how a page's tokens become codes (`encode`); `fold_from` makes pages of them, and may call one kernel
+    for both.
 
     Attributes
     ----------

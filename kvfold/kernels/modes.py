@@ -10,7 +10,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "xpu")
 
 
 def in_no_mode(function: Callable[P, R]) -> Callable[P, R]:

@@ -563,6 +563,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
+        self.passes.forget_ended()
         return held_bytes(self.layers, self.ids, self.evictor, self.number)
 
     def bits_per_value(self) -> float:

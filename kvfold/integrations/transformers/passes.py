@@ -45,6 +45,11 @@ class Passes:
         """Keep the pass's tokens."""
         self._before = None
 
+    def forget_ended(self) -> None:
+        """Let go of what layers held before the last pass, once it has ended."""
+        if not self.is_under_way:
+            self._before = None
+
     def roll_back(self) -> None:
         """Let all layers hold what they held when the pass began."""
         for undo in self._before or ():
