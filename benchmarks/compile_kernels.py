@@ -164,11 +164,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="cuda:90,hip:gfx942", help="backend:architecture, separated by commas")
     parser.add_argument("--formats", default="kvfold-4,turboquant-4,kvfold-2")
+    parser.add_argument("--dims", default="64,128,256", help="head dimensions, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     jobs: list[tuple[str, list[Launch]]] = []
     for name in args.formats.split(","):
         for dim, repeat, tokens in ((128, 4, 1), (128, 4, 64), (64, 3, 1), (256, 4, 1)):
+            if str(dim) not in args.dims.split(","):
+                continue
             try:
                 get_formats(name, dim, dim)
             except ValueError:

@@ -26,7 +26,7 @@ from kvfold.cache.report import held_bytes
 from kvfold.evaluate import standard_text
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     """A field of this process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -43,7 +43,7 @@ def measure(name: str, context: int, rows: int, new: int) -> dict[str, object]:
     model(ids[:, :256], logits_to_keep=1)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident set starts again from the present one
-    before = _status("VmRSS")
+    before = status("VmRSS")
     dense = name == "dense"
     cache = transformers.DynamicCache(config=model.config) if dense else kvfold.FoldedCache(model.config, name)
     start = time.perf_counter()
@@ -54,7 +54,7 @@ def measure(name: str, context: int, rows: int, new: int) -> dict[str, object]:
     assert out.shape[1] == context + new
     return {
         "cache": name, "context": context, "rows": rows, "new_tokens": new, "held_bytes": held_bytes(cache.layers),
-        "peak_added_bytes": _status("VmHWM") - before, "peak_bytes": _status("VmHWM"),
+        "peak_added_bytes": status("VmHWM") - before, "peak_bytes": status("VmHWM"),
         "seconds": time.perf_counter() - start,
     }  # fmt: skip
 

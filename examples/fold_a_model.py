@@ -6,7 +6,7 @@ model, tokenizer = kvfold.demo_model()  # or any AutoModelForCausalLM
 
 kvfold.attach(model)  # attention reads folded caches from now on
 cache = kvfold.FoldedCache(model.config, "kvfold-4")
-text = "A short story about a lighthouse keeper. " * 100  # the first 256 tokens wait, dense; then they fold
+text = "A short story about a lighthouse keeper. " * 50  # the first 256 tokens wait, dense; then they fold
 inputs = tokenizer(text, return_tensors="pt")
 output = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
 

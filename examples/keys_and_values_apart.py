@@ -4,7 +4,7 @@ import kvfold
 
 model, tokenizer = kvfold.demo_model()
 kvfold.attach(model)
-text = "The keys decide where attention looks, the values what it sees. " * 40  # 256 tokens stay dense
+text = "The keys decide where attention looks, the values what it sees. " * 34  # 256 tokens stay dense
 inputs = tokenizer(text, return_tensors="pt")
 
 policies = {

@@ -264,10 +264,10 @@ def test_its_own_error_on_real_heads(format: str, isa: str, real_heads: list[tup
 
 @torch.no_grad()
 def test_kl_of_a_model_is_that_of_the_reference(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text: str
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text: str
 ) -> None:
     """Within 2 %, over the same pages: each part is read by both, from one cache (benchmarks/kernel_error.py)."""
-    model, tokenizer = demo
+    model, tokenizer = small
     detach(model)
     ids = tokenizer(fixed_text, return_tensors="pt").input_ids[:, :872]
     cache, dense = FoldedCache(model.config, "kvfold-2"), DynamicCache(config=model.config)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def _assert_same(a: LayerCache, b: LayerCache) -> None:
         torch.testing.assert_close(x, y, atol=1e-6, rtol=0)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(st.integers(1, 150), min_size=1, max_size=8))
 def test_how_tokens_come_does_not_matter(format: str, steps: list[int]) -> None:
     key, value = _kv(1, sum(steps))
@@ -68,7 +67,6 @@ def test_formats_that_fold_by_token_keep_nothing_dense() -> None:
     torch.testing.assert_close(rows.unfold()[0], fmt.unfold(fmt.fold(key)))
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(1, 400), st.integers(0, 24), st.integers(0, 200))
 def test_crop_and_go_on(format: str, tokens: int, cut: int, more: int) -> None:
     """Cropping up to 24 tokens leaves no trace."""

@@ -73,10 +73,10 @@ def test_what_reads_each_format_here() -> None:
     assert paths["turboquant-8"] == f"C++, {cpu.INSTRUCTION_SETS[0]}, in floats"
 
 
-def test_bench(tmp_path: Path) -> None:
+def test_bench(small_folder: Path, tmp_path: Path) -> None:
     run = run_kvfold(
-        "bench", "--formats", "turboquant-2", "--contexts", "100,300", "--new", "3", "--plot", str(tmp_path / "a.png"),
-        "--json",
+        "bench", "--model", str(small_folder), "--formats", "turboquant-2", "--contexts", "100,300", "--new", "3",
+        "--plot", str(tmp_path / "a.png"), "--json",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)
@@ -95,7 +95,7 @@ def test_bench(tmp_path: Path) -> None:
 @pytest.mark.contract
 def test_generate(tmp_path: Path) -> None:
     document = tmp_path / "doc.txt"
-    document.write_text("Mary's favourite fruit is the mango. " + "It rained all day. " * 120, encoding="utf-8")
+    document.write_text("Mary's favourite fruit is the mango. " + "It rained all day. " * 70, encoding="utf-8")
     run = run_process(
         "generate", "--file", str(document), "--prompt", "What is Mary's favourite fruit?", "--max-new-tokens", "20",
         "--format", "kvfold-4:turboquant-4", "--json",

@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
+from trials import trials
 
 import kvfold
 from kvfold.cli import errors, main
@@ -44,10 +45,11 @@ def _fails(*arguments: object) -> str:
     return next(line for line in err.splitlines() if line.startswith("error: "))
 
 
-def test_sixty_random_lists(tmp_path: Path) -> None:
+@pytest.mark.drawn
+def test_random_lists(tmp_path: Path) -> None:
     here = os.getcwd()
     try:
-        faults, statuses = fuzz_cli.fuzz(tmp_path, 60, seed=3)
+        faults, statuses = fuzz_cli.fuzz(tmp_path, trials(60, 1_000), seed=3)
     finally:
         os.chdir(here)
     assert faults == []

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_model import LAYERS
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
@@ -47,9 +48,9 @@ def test_passages() -> None:
             split_passages(*arguments)
 
 
-def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text: str) -> None:
+def test_rows(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text: str) -> None:
     """Figures agree with each other, and layer errors are those of the codec."""
-    model, tokenizer = demo
+    model, tokenizer = small
     passages = split_passages(tokenizer(fixed_text, return_tensors="pt").input_ids, 300, 1, offsets=[500])
     seen = []
     rows = evaluate_formats(
@@ -60,14 +61,14 @@ def test_rows(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text:
     assert paper.n_tokens == 299
     assert paper.delta_ppl == pytest.approx(paper.ppl - paper.ppl_dense)
     assert paper.delta_ppl_pct == pytest.approx(100 * paper.delta_ppl / paper.ppl_dense)
-    assert len(paper.key_error) == 30
+    assert len(paper.key_error) == LAYERS
     errors = (*paper.key_error, *paper.value_error)
     assert sum(errors) / len(errors) == pytest.approx(0.00913, rel=0.02)  # that of Gaussian coordinates
     for error in errors:
         assert error == pytest.approx(0.00913, rel=0.2)
     assert max(mixed.key_error) < 0.0095  # around a centre
     assert min(mixed.value_error) > 0.09  # two bits
-    assert sum(uneven.key_error) / 30 < 0.0095 < max(uneven.key_error) < 4 * 0.0095  # layers of 3 to 5 bits
+    assert sum(uneven.key_error) / LAYERS < 0.0095 < max(uneven.key_error) < 4 * 0.0095  # layers of 3 to 5 bits
     row = paper.to_json(model="smollm2", text_sha=text_sha256("x"))
     expected = (
         "model text_sha n_tokens format ppl_dense ppl delta_ppl delta_ppl_pct kl_mean kl_p99 top1 bits_per_value "

@@ -4,7 +4,7 @@ import copy
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -337,7 +337,6 @@ def test_statistics_of_another_model_are_refused(llama: PreTrainedModel) -> None
 # What goes is gone, and what stays reads as before
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 5), st.data())
 def test_nothing_moves_without_need(units: int, after: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(0, units))
@@ -458,8 +457,11 @@ def policies(model: PreTrainedModel, random_ids: Ids, **options: Any) -> dict[st
     }
 
 
-@pytest.mark.parametrize("format", ["turboquant-4", "kvfold-3"])
-@pytest.mark.parametrize("name", ["pages", "tokens", "segments", "streaming", "snap"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [(name, "kvfold-3") for name in ("pages", "tokens", "segments", "streaming", "snap")]
+    + [(name, "turboquant-4") for name in ("pages", "streaming")],
+)
 def test_over_a_long_text(name: str, format: str, llama: PreTrainedModel, random_ids: Ids) -> None:
     """Held tokens stay below budget + interval, first and newest stay, and what went does not come back."""
     policy = policies(llama, random_ids, budget=320, keep_first=20, recent=100, interval=64)[name]
@@ -467,7 +469,7 @@ def test_over_a_long_text(name: str, format: str, llama: PreTrainedModel, random
     ids, gone = random_ids(2, 900), [set() for _ in range(4)]
     sizes = []
     for first in range(0, 900, 50):
-        read(llama, ids[:, first : first + 50], cache, 50 if first < 500 else 1)
+        read(llama, ids[:, first : first + 50], cache, 50 if first < 800 else 1)
         seen = min(first + 50, 900)
         sizes.append(cache.held_bytes())
         for layer in range(4):
@@ -487,9 +489,11 @@ def test_over_a_long_text(name: str, format: str, llama: PreTrainedModel, random
         assert left[20:] == list(range(900 - len(left) + 20, 900))
 
 
-@pytest.mark.parametrize("unit", ["page", "token"])
-@pytest.mark.parametrize("mode", ["per_layer_per_head", "per_head", "union"])
-@pytest.mark.parametrize("format", ["turboquant-4", "kvfold-4"])
+@pytest.mark.parametrize(
+    ("mode", "unit", "format"),
+    [*product(("per_layer_per_head", "per_head", "union"), ("page", "token"), ["kvfold-4"]),
+     ("per_head", "token", "turboquant-4")],
+)  # fmt: skip
 def test_modes(mode: Any, unit: Any, format: str, llama: PreTrainedModel, random_ids: Ids) -> None:
     statistics = statistics_of(llama, random_ids)
     cache = FoldedCache(
@@ -601,7 +605,6 @@ def test_prompts_may_stay(llama: PreTrainedModel, random_ids: Ids) -> None:
     assert set(rows.slot_positions()[0, 0].tolist()) >= set(range(500))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_slots_and_positions_agree(data: st.DataObject) -> None:
     """Keys that are their own positions, under any sequence of evictions, crops and new tokens."""
@@ -635,8 +638,11 @@ def test_slots_and_positions_agree(data: st.DataObject) -> None:
 # Batches, cropping, files, failures
 
 
-@pytest.mark.parametrize("name", ["pages", "tokens", "snap"])
-@pytest.mark.parametrize("format", ["turboquant-4", pytest.param("kvfold-4", marks=pytest.mark.contract)])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("pages", "turboquant-4")]
+    + [pytest.param(name, "kvfold-4", marks=pytest.mark.contract) for name in ("pages", "tokens", "snap")],
+)
 def test_a_row_in_a_batch_is_the_row_alone(name: str, format: str, llama: PreTrainedModel, random_ids: Ids) -> None:
     ids = random_ids(2, 700)
     mask = torch.ones_like(ids)
@@ -814,7 +820,7 @@ def test_a_pass_that_fails_changes_nothing(llama: PreTrainedModel, random_ids: I
 def test_memory_is_given_back(llama: PreTrainedModel, random_ids: Ids) -> None:
     """Every storage is walked, capacity included: nothing of what went is left."""
     statistics = statistics_of(llama, random_ids)
-    for format in ("turboquant-4", "kvfold-4", "float16"):
+    for format in ("kvfold-4", "float16"):
         full = FoldedCache(llama.config, format)
         read(llama, random_ids(1, 1900), full)
         half = FoldedCache(llama.config, format, eviction=TriAttention(budget=950, statistics=statistics))
@@ -918,15 +924,20 @@ def test_the_real_model_remembers(
     question = tokenizer("\n\nThe secret code of the library is", return_tensors="pt").input_ids
     needle = tokenizer("\n\nThe secret code of the library is 48213.\n\n", return_tensors="pt").input_ids
 
-    hay = tokenizer(fixed_text, return_tensors="pt").input_ids[:, :1400]
+    hay = tokenizer(fixed_text, return_tensors="pt").input_ids[:, :1000]
+
+    def with_needle(depth: int) -> Tensor:
+        return torch.cat((hay[:, :depth], needle, hay[:, depth:]), 1)
+
+    caches = {depth: FoldedCache(model.config, "kvfold-4") for depth in (100, 500, 900)}
+    for depth, cache in caches.items():
+        read(model, with_needle(depth), cache)
 
     def recalls(depth: int, policy: Eviction) -> bool:
-        ids = torch.cat((hay[:, :depth], needle, hay[:, depth:]), 1)
-        cache = FoldedCache(model.config, "kvfold-4")
-        read(model, ids, cache)
+        ids, cache = with_needle(depth), copy.deepcopy(caches[depth])
         full = cache.held_bytes()
         cache.evict(policy)
-        assert rows_of(cache).length <= 720
+        assert rows_of(cache).length <= 520
         assert cache.held_bytes() < 0.68 * full  # pages of 256 tokens that are dense while they come take their share
         out = model.generate(
             torch.cat((ids, question), 1), past_key_values=cache, max_new_tokens=8, do_sample=False,
@@ -934,20 +945,20 @@ def test_the_real_model_remembers(
         )  # fmt: skip
         return "48213" in tokenizer.decode(out[0, ids.shape[1] + question.shape[1] :])
 
-    chosen, newest = TriAttention(budget=720, statistics=statistics, keep_first=64), StreamingLLM(budget=720)
-    assert [recalls(depth, chosen) for depth in (100, 700, 1250)] == [True] * 3
-    assert not any(recalls(depth, newest) for depth in (100, 400))
+    chosen, newest = TriAttention(budget=520, statistics=statistics, keep_first=64), StreamingLLM(budget=520)
+    assert [recalls(depth, chosen) for depth in caches] == [True] * 3
+    assert not recalls(100, newest)
 
 
 @pytest.mark.contract
 def test_generation_goes_on_in_a_fixed_memory(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor
 ) -> None:
-    model, tokenizer = demo
-    statistics = kvfold.measure_queries(model, split_passages(text_ids, 256, 1))
+    model, tokenizer = small
+    statistics = kvfold.measure_queries(model, split_passages(small_ids, 256, 1))
     policy = TriAttention(budget=256, statistics=statistics, keep_first=32, recent=64, interval=32)
     cache = FoldedCache(model.config, "turboquant-4", eviction=policy)
-    ids, sizes = text_ids[:, 6_000:6_200], []
+    ids, sizes = small_ids[:, 6_000:6_200], []
     for _ in range(4):
         ids = model.generate(
             ids, past_key_values=cache, max_new_tokens=60, do_sample=False, pad_token_id=tokenizer.eos_token_id,
@@ -956,7 +967,7 @@ def test_generation_goes_on_in_a_fixed_memory(
         sizes.append(cache.held_bytes())
     assert rows_of(cache).seen == 439
     assert max(sizes[1:]) < 1.15 * min(sizes[1:])
-    assert torch.equal(ids[:, :200], text_ids[:, 6_000:6_200])
+    assert torch.equal(ids[:, :200], small_ids[:, 6_000:6_200])
     assert all(a <= 1.5 * b for a, b in pairwise(reversed(sizes)))
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_model import LAYERS
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.attention import attend
@@ -14,7 +15,7 @@ from kvfold.cache.calibration import KIND
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
-from kvfold.evaluate import evaluate_formats
+from kvfold.evaluate import FidelityMeter, read_in_lockstep
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window, get_format, get_formats
 from kvfold.formats.channelwise import QUARTERS, spread_bits
 from kvfold.quant.transforms import ChannelOrder
@@ -239,34 +240,42 @@ def test_bad_calibrations(tmp_path: Path, demo: tuple[PreTrainedModel, PreTraine
         cache.append(*_qkv(5)[1:])
 
 
-def test_calibrating_the_demo_model(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path
-) -> None:
-    model = demo[0]
+def test_calibrating_a_real_model(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor) -> None:
+    model = small[0]
     seen: list[int] = []
-    calibration = kvfold.calibrate(model, [text_ids[:, 8_000:8_512]], progress=seen.append)
+    calibration = kvfold.calibrate(model, [small_ids[:, 8_000:8_512]], progress=seen.append)
     assert sum(seen) == 512
-    assert len(calibration.layers) == 30
-    longer = kvfold.calibrate(model, [text_ids[:, 8_000:8_513]])  # one token more hardly counts
+    assert len(calibration.layers) == LAYERS
+    longer = kvfold.calibrate(model, [small_ids[:, 8_000:8_513]])  # one token more hardly counts
     for i, statistics in calibration.layers.items():
         torch.testing.assert_close(longer.layers[i].key_variance, statistics.key_variance)
         assert (longer.layers[i].query_energy / statistics.query_energy - 1).abs().max() < 0.05
     with pytest.raises(ValueError, match="chunk = 0"):
-        kvfold.calibrate(model, [text_ids[:, :512]], chunk=0)
+        kvfold.calibrate(model, [small_ids[:, :512]], chunk=0)
     with pytest.raises(ValueError, match="passages: give at least one"):
-        kvfold.calibrate(model, [text_ids[:, :70]])
-    path = tmp_path / "smollm2.safetensors"
+        kvfold.calibrate(model, [small_ids[:, :70]])
+
+
+def test_keys_fitted_to_queries_lose_less(
+    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path
+) -> None:
+    """By the prompt itself or by a file, both beside statistics that are turned around."""
+    model, path = demo[0], tmp_path / "smollm2.safetensors"
+    calibration = kvfold.calibrate(model, [text_ids[:, 8_000:8_512]])
     calibration.save(path)
-    passage = [text_ids[:, :600]]
-    fitted = evaluate_formats(model, passage, ["kvfold-2"])[0]
-    calibrated = evaluate_formats(model, passage, ["kvfold-2"], calibration=kvfold.Calibration.load(path))[0]
-    shuffled = kvfold.Calibration({
+    turned = kvfold.Calibration({
         i: KeyStatistics(s.query_energy.flip(-1), s.key_variance.flip(-1).reciprocal())
         for i, s in calibration.layers.items()
     })  # fmt: skip
-    misled = evaluate_formats(model, passage, ["kvfold-2"], calibration=shuffled)[0]
-    assert fitted.kl_mean < 0.6 * misled.kl_mean
-    assert calibrated.kl_mean < 0.6 * misled.kl_mean
+    caches = {
+        name: kvfold.FoldedCache(model.config, "kvfold-2", calibration=own)
+        for name, own in {"fitted": None, "calibrated": kvfold.Calibration.load(path), "misled": turned}.items()
+    }
+    meters = {name: FidelityMeter() for name in ("dense", *caches)}
+    read_in_lockstep(model, text_ids[:, :500], DynamicCache(config=model.config), caches, meters)
+    kl = {name: meter.result().kl_mean for name, meter in meters.items()}
+    assert kl["fitted"] < 0.6 * kl["misled"]
+    assert kl["calibrated"] < 0.6 * kl["misled"]
 
 
 @pytest.mark.parametrize("bits", QUARTERS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvfold
@@ -66,7 +66,8 @@ def test_any_head_dim_and_any_number_of_tokens(name: str, d: int, lanes: Lanes) 
     bound = np.mean([bounds[b] for b in fmt.form.bits or (16,)])
     generator = torch.Generator().manual_seed(d)
     for tokens in (1, 63, 64, 65, 150):
-        x = torch.randn(64, tokens, d, generator=generator)  # enough rows for the error to be near its mean
+        rows = max(64 // tokens, 4)  # enough for the error to be near its mean
+        x = torch.randn(rows, tokens, d, generator=generator)
         page = fmt.fold(x)
         assert page.tokens == tokens
         y = fmt.unfold(page)
@@ -98,7 +99,6 @@ def test_folding_is_deterministic_and_ignores_strides(name: str) -> None:
     assert torch.equal(fmt.fold(x).code, fmt.fold(x.contiguous()).code)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     head_dim=st.sampled_from([16, 48, 64]),
     groups=st.sampled_from([1, 2]),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.kernels import ops
@@ -22,7 +22,6 @@ def pages(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], packing.Lanes]:
     return codes, bits, draw(st.sampled_from(["tokens", "channels"]))
 
 
-@settings(max_examples=150, deadline=None)
 @given(pages())
 def test_kernel_equals_truth_and_round_trips(case: tuple[torch.Tensor, list[int], packing.Lanes]) -> None:
     codes, bits, lanes = case

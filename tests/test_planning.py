@@ -10,6 +10,7 @@ import gguf
 import pytest
 import torch
 from conftest import tiny_model
+from small_model import LAYERS
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -56,15 +57,15 @@ def _layers(plain: dict[str, Any]) -> tuple[LayerShape, ...]:
 @pytest.mark.parametrize("tokens", [10, 100, 300, 1000, 4096])
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4"])
 def test_agrees_with_the_real_cache(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], format: str, tokens: int
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase], format: str, tokens: int
 ) -> None:
     """Within 1 % of every byte that a cache of SmolLM2 holds."""
-    config = demo[0].config
+    config = small[0].config
     cache = FoldedCache(config, format)
     if tokens == 100:  # queries are held, too, so attention must have shown them
-        demo[0](torch.arange(100).unsqueeze(0), past_key_values=cache, logits_to_keep=1)
+        small[0](torch.arange(100).unsqueeze(0), past_key_values=cache, logits_to_keep=1)
     else:
-        for layer in range(30):
+        for layer in range(LAYERS):
             cache.update(*torch.randn(2, 1, 3, tokens, 64, dtype=torch.bfloat16), layer)
     projected = held_bytes(layer_shapes(config), format, tokens)
     assert projected == pytest.approx(cache.held_bytes(), rel=0.01)
@@ -85,8 +86,10 @@ def test_agrees_before_a_prompt_is_fitted(random_ids: Callable[[int, int], Tenso
         assert abs(projected - cache.held_bytes()) < 0.01 * cache.held_bytes() + tables
 
 
-@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("gemma2", "kvfold-4"), ("gemma3", "turboquant-3"), ("gpt-oss", "kvfold-4"), ("mistral", "turboquant-3")],
+)
 def test_agrees_beside_windows(random_ids: Callable[[int, int], Tensor], name: str, format: str) -> None:
     """Layers with windows are of the dtype that the model runs in: float64 here, where folded ones keep 16 bits."""
     model = tiny_model(name)

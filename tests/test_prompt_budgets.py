@@ -11,8 +11,9 @@ import torch
 from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from small_model import LAYERS
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.attention import attend
@@ -22,7 +23,7 @@ from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.prompt_costs import EVERY, STAND_IN, count_sampled, far_errors, sampled
-from kvfold.evaluate import evaluate_formats
+from kvfold.evaluate import FidelityMeter, read_in_lockstep
 from kvfold.formats import FIT_TOKENS, Window, get_format
 from kvfold.integrations.transformers.layer import FoldedLayer
 
@@ -159,19 +160,20 @@ def test_layers_are_decided_by_those_before() -> None:
 
 def test_a_real_model_loses_less(demo: Demo, fixed_text: str) -> None:
     model, tokenizer = demo
-    passage = [tokenizer(fixed_text, return_tensors="pt").input_ids[:, :1_024]]
-    alike = kvfold.Policy("kvfold-3", budgets=False)
-    (own,) = evaluate_formats(model, passage, ["kvfold-3"])
-    cache, dense = kvfold.FoldedCache(model.config, policy=alike), model(passage[0]).logits.double().log_softmax(-1)
-    folded = model(passage[0], past_key_values=cache).logits.double().log_softmax(-1)
-    kl = (dense.exp() * (dense - folded)).sum(-1).mean().item()
-    assert own.kl_mean < 0.8 * kl
-    assert own.bits_per_value < cache.bits_per_value() + 0.06  # level tables of more bits
+    ids = tokenizer(fixed_text, return_tensors="pt").input_ids[:, :800]
+    caches = {
+        "alike": kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-3", budgets=False)),
+        "own": kvfold.FoldedCache(model.config, "kvfold-3"),
+    }
+    meters = {name: FidelityMeter() for name in ("dense", *caches)}
+    read_in_lockstep(model, ids, DynamicCache(config=model.config), caches, meters)
+    assert meters["own"].result().kl_mean < 0.8 * meters["alike"].result().kl_mean
+    assert caches["own"].bits_per_value() < caches["alike"].bits_per_value() + 0.06  # level tables of more bits
 
 
-def test_layers_have_bits_of_their_own(demo: Demo, text_ids: Tensor) -> None:
+def test_layers_have_bits_of_their_own(small: Demo, small_ids: Tensor) -> None:
     """Whole, in chunks, token by token past the fit; and none of it if the policy says so."""
-    model, ids = demo[0], text_ids[:, :300]
+    model, ids = small[0], small_ids[:, :300]
     found, codes = [], []
     for chunks in ([300], [100, 100, 100], [250, *[1] * 50], [7, 256, 37]):
         cache = kvfold.FoldedCache(model.config, "kvfold-3")
@@ -180,7 +182,7 @@ def test_layers_have_bits_of_their_own(demo: Demo, text_ids: Tensor) -> None:
         found.append(_bits(cache))
         codes.append(torch.cat([layer.folded.groups[0].rows.values.pages().code for layer in cache.layers[:2]], -1))
         assert _formats(cache) == _names(_bits(cache))
-    assert sum(map(sum, found[0])) == 180
+    assert sum(map(sum, found[0])) == 6 * LAYERS
     assert {n for own in found[0] for n in own} == {2, 3, 4}
     assert all(bits == found[0] for bits in found)
     assert all((other == codes[0]).float().mean() > 0.99 for other in codes)

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -133,7 +133,9 @@ def test_every_combination_generates(head_dim: int) -> None:
     model, ids = _llama(head_dim), torch.randint(0, 256, (1, 150), generator=torch.Generator().manual_seed(0))
     dense = _generate(model, DynamicCache(config=model.config), ids)
     assert kvfold.attach(model)
-    for keys, values in product(KEYS, VALUES):
+    # Another dimension says nothing of how sides go together.
+    pairs = product(KEYS, VALUES) if head_dim == 64 else zip(KEYS, cycle(VALUES[::-1]), strict=False)
+    for keys, values in pairs:
         cache = FoldedCache(model.config, f"{keys}:{values}")
         logits = _generate(model, cache, ids)
         error = ((logits - dense).square().sum() / dense.square().sum()).item()
@@ -174,7 +176,7 @@ def _deepseek(rank: int = 512, rope: int = 64) -> PreTrainedModel:
 def _logits(model: PreTrainedModel, cache: transformers.Cache, ids: Tensor) -> Tensor:
     """Of a prompt in chunks, the last 20 tokens one by one."""
     length = ids.shape[1]
-    parts = ids.split([90, length - 110, *[1] * 20], dim=1)
+    parts = ids.split([90, length - 98, *[1] * 8], dim=1)
     return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
 

@@ -1,6 +1,6 @@
 """When tokens fold and what is read folded, in whole numbers, against rows that grow token by token."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.cache.schedule import Schedule
@@ -15,7 +15,6 @@ SCHEDULES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(SCHEDULES, st.integers(1, 400))
 def test_a_page_is_read_folded_from_the_moment_it_folds(schedule: Schedule, length: int) -> None:
     folded, stop = schedule.reads(length, length, evicted=0, dense_start=0, causal=True)
@@ -26,7 +25,6 @@ def test_a_page_is_read_folded_from_the_moment_it_folds(schedule: Schedule, leng
         assert schedule.ripe(held) == 0 or young >= schedule.window.recent
 
 
-@settings(max_examples=60, deadline=None)
 @given(SCHEDULES, st.integers(1, 400), st.integers(1, 100))
 def test_tokens_only_join_unless_something_folds_or_leaves(schedule: Schedule, length: int, n: int) -> None:
     pages = schedule.ripe(length)
@@ -37,7 +35,6 @@ def test_tokens_only_join_unless_something_folds_or_leaves(schedule: Schedule, l
     assert joins == (length >= schedule.window.sinks and not folds and not leaves)
 
 
-@settings(max_examples=100, deadline=None)
 @given(SCHEDULES, st.integers(1, 400), st.integers(0, 400))
 def test_a_crop_within_undo_leaves_what_a_shorter_text_holds(schedule: Schedule, length: int, cut: int) -> None:
     kept = max(length - cut, 0)

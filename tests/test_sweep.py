@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +15,64 @@ from commands import run_kvfold
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
-from kvfold.cache.rows import FoldedRows
+from kvfold import Calibration, FoldedCache, Policy
 from kvfold.evaluate.records import append_row, open_rows, read_rows
-from kvfold.evaluate.sweep import Budgets, Config, StageFailed, Steps, Sweep, ablation, pareto, recommend
+from kvfold.evaluate.runtime import Runtime, runtime_of
+from kvfold.evaluate.sweep import FLOAT16, Budgets, Config, StageFailed, Steps, Sweep, ablation, pareto, recommend
 from kvfold.formats import NO_RESIDUAL, FormatPair, get_formats
-from kvfold.formats.hadamard import Hadamard
-from kvfold.formats.page import Pages
+from kvfold.integrations.transformers.runtime import TransformersRuntime
 
 
-def _sweep(model: PreTrainedModel, ids: Tensor, path: Path, **options: Any) -> Sweep:
-    kvfold.detach(model)
-    return Sweep(model, [ids[:, 2000:3024]], path, {"model": "smollm2"}, **options)
+def _sweep(model: PreTrainedModel | Runtime, ids: Tensor, path: Path, **options: Any) -> Sweep:
+    runtime_of(model).detach()
+    return Sweep(model, [ids[:, 2000:2512]], path, {"model": "smollm2"}, **options)
 
 
-def _swap_heads_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the bug of sanctum-mlx: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
-    fold = FoldedRows._fold
+class Faulty(TransformersRuntime):
+    """Its folded layers get keys and values as a fault changes them."""
 
-    def swapped(self: FoldedRows, formats: FormatPair, key: Tensor, value: Tensor, slot: int) -> list[Pages]:
-        key, value = (x.transpose(1, 2).reshape(x.shape) for x in (key, value))
-        return fold(self, formats, key, value, slot)
+    def __init__(self, model: PreTrainedModel, fault: Callable[[FormatPair, Tensor, Tensor], tuple[Tensor, Tensor]]):
+        super().__init__(model)
+        self.fault = fault
 
-    monkeypatch.setattr(FoldedRows, "_fold", swapped)
+    def folded_cache(self, policy: Policy, calibration: Calibration | None = None) -> FoldedCache:
+        fault = self.fault
+
+        class FaultyCache(FoldedCache):
+            def update(self, key: Tensor, value: Tensor, layer: int, *more: Any, **options: Any) -> Any:
+                name = policy.format_of(layer, len(self.layers))
+                if name is not None:
+                    key, value = fault(get_formats(name, key.shape[-1], value.shape[-1]), key, value)
+                return super().update(key, value, layer, *more, **options)
+
+        return FaultyCache(self.config, policy=policy, calibration=calibration)
+
+
+def _swap_heads_and_tokens(formats: FormatPair, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The bug of sanctum-mlx: (batch, heads, tokens, dim) read as if it lay (batch, tokens, heads, dim)."""
+    key, value = (x.transpose(1, 2).reshape(x.shape) for x in (key, value))
+    return key, value
+
+
+def _mirror_codes_of_values(formats: FormatPair, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return key, value if formats.values.bits == FLOAT16 else -value
 
 
 @pytest.mark.parametrize("family", ["kvfold", "turboquant"])
 def test_a_planted_bug_stops_the_ablation_at_the_bridge(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    text_ids: Tensor,
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    small_ids: Tensor,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     family: str,
 ) -> None:
-    model, _ = demo
+    model, _ = small
     path = tmp_path / "sweep.jsonl"
-    with monkeypatch.context() as patch:
-        _swap_heads_and_tokens(patch)
-        with pytest.raises(
-            StageFailed, match=r"stops at its bridge stage.*heads and tokens are swapped.*Nothing is swept"
-        ):
-            _sweep(model, text_ids, path, family=family).run()
-        stages = [(row["stage"], row["verdict"]) for row in read_rows(path)]
-        assert stages == [("ablation/identity", "pass"), ("ablation/bridge", "fail")]
+    with pytest.raises(StageFailed, match=r"stops at its bridge stage.*heads and tokens are swapped.*Nothing is swept"):
+        _sweep(Faulty(model, _swap_heads_and_tokens), small_ids, path, family=family).run()
+    stages = [(row["stage"], row["verdict"]) for row in read_rows(path)]
+    assert stages == [("ablation/identity", "pass"), ("ablation/bridge", "fail")]
     # Mended, the stage that failed is measured again, the one that passed is not.
-    job = _sweep(model, text_ids, path, family=family)
+    job = _sweep(model, small_ids, path, family=family)
     rows = job.ablate()
     stages = 5 if family in NO_RESIDUAL else 6
     assert [row["verdict"] for row in rows] == ["pass"] * stages
@@ -69,28 +82,18 @@ def test_a_planted_bug_stops_the_ablation_at_the_bridge(
 
 
 def test_a_bug_in_values_stops_at_the_values_stage(
-    demo: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    text_ids: Tensor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor, tmp_path: Path
 ) -> None:
-    fold = Hadamard.fold_from
-
-    def shifted(self: Hadamard, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
-        pages = fold(self, x, slot, position)
-        return replace(pages, code=255 - pages.code) if self.lanes == "channels" else pages
-
-    monkeypatch.setattr(Hadamard, "fold_from", shifted)
     with pytest.raises(StageFailed, match=r"stops at its values stage"):
-        _sweep(demo[0], text_ids, tmp_path / "sweep.jsonl").run()
+        _sweep(Faulty(small[0], _mirror_codes_of_values), small_ids, tmp_path / "sweep.jsonl").run()
 
 
-def test_killed_and_started_again(tmp_path: Path) -> None:
+def test_killed_and_started_again(small_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.jsonl"
     arguments = (
-        "sweep", "--out", str(out), "--passage", "200", "--key-bits", "4,3,2", "--value-bits", "4,2",
-        "--page-sizes", "32", "--family", "centred", "--residuals", "sign", "--json", "--pass-abs", "9",
-        "--pass-pct", "20", "--warn-abs", "20",
+        "sweep", "--model", str(small_folder), "--out", str(out), "--passage", "200", "--key-bits", "4,3,2",
+        "--value-bits", "4,2", "--page-sizes", "32", "--family", "centred", "--residuals", "sign", "--json",
+        "--pass-abs", "90", "--pass-pct", "50", "--warn-abs", "200",
     )  # fmt: skip
     command = [sys.executable, "-c", "from kvfold.cli import main; main()", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -208,11 +211,11 @@ def test_pareto_and_recommendation() -> None:
     assert "nothing meets" in nothing.reason
 
 
-def test_errors(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor, tmp_path: Path) -> None:
+def test_errors(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="family = 'nope': choose one of kvfold, turboquant"):
-        _sweep(demo[0], text_ids, tmp_path / "x.jsonl", family="nope")
+        _sweep(small[0], small_ids, tmp_path / "x.jsonl", family="nope")
     with pytest.raises(ValueError, match="passage = 100: no page of the largest size folds in so few tokens"):
-        Sweep(demo[0], [text_ids[:, :100]], tmp_path / "x.jsonl", {})
+        Sweep(small[0], [small_ids[:, :100]], tmp_path / "x.jsonl", {})
     with pytest.raises(ValueError, match="key_bits is empty"):
         Steps(key_bits=())
     with pytest.raises(ValueError, match=r"value_bits = 9: give bits from 1 to 8"):

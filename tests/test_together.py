@@ -14,6 +14,7 @@ from conftest import tiny_model
 from interrupts import interrupted_at
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from trials import trials
 
 import kvfold
 from kvfold import FoldedCache, Policy, SnapKV, StreamingLLM
@@ -101,10 +102,11 @@ CHANGES: dict[str, Callable[[FoldedCache], object]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4", "tbq3"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_whole_wherever_it_is_interrupted(change: str, format: str, random_ids: Ids) -> None:
-    """Before each line of it in turn: the cache is then as it was, or as if nothing had come."""
+    """Before any line of it: the cache is then as it was, or as if nothing had come."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, head_dim=64,
@@ -126,16 +128,17 @@ def test_a_change_is_whole_wherever_it_is_interrupted(change: str, format: str, 
     answers = [after(copy.deepcopy(filled)), after(whole)]
     assert answers[0].shape != answers[1].shape or not torch.equal(*answers)
     stopped = 0
-    for line in count(0, 17 if change == "evict" else 3):
+    for line in count(0, trials(51 if change == "evict" else 9, 1)):
         cache = copy.deepcopy(filled)
         if not interrupted_at(line, lambda cache=cache: CHANGES[change](cache)):  # type: ignore[misc]
             break
         stopped += 1
         got = after(cache)
         assert any(got.shape == each.shape and torch.equal(got, each) for each in answers), line
-    assert stopped > 12
+    assert stopped > 4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_token_is_whole_wherever_it_is_interrupted(attached: bool, random_ids: Ids) -> None:
     torch.manual_seed(0)
@@ -153,7 +156,7 @@ def test_a_token_is_whole_wherever_it_is_interrupted(attached: bool, random_ids:
         whole = copy.deepcopy(filled)
         _logits(model, ids[:, 298:299], whole)
         expected = _logits(model, ids[:, 299:], whole)
-        for line in count(0, 7):
+        for line in count(0, trials(21, 1)):
             cache = copy.deepcopy(filled)
             if not interrupted_at(line, lambda cache=cache: _logits(model, ids[:, 298:299], cache)):  # type: ignore[misc]
                 break

@@ -3,13 +3,14 @@
 import copy
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import latent_model, model_that_computes_with_values, tiny_model
+from conftest import ARCHITECTURES, latent_model, model_that_computes_with_values, tiny_model
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,6 +27,11 @@ from kvfold.integrations.transformers.operator import append_and_attend
 
 Ids = Callable[..., Tensor]
 FORMATS = ["centred-4", "turboquant-4", pytest.param("kvfold-3", marks=pytest.mark.contract)]
+EACH = [
+    *(pytest.param(name, "kvfold-3", marks=pytest.mark.contract) for name in ARCHITECTURES),
+    ("llama", "centred-4"), ("llama", "turboquant-4"), ("gemma2", "turboquant-4"), ("gpt-oss", "centred-4"),
+]  # fmt: skip
+"""Each architecture, and each format."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +53,7 @@ def _greedy(model: PreTrainedModel, ids: Tensor, cache: transformers.Cache, n: i
     return out[:, ids.shape[1] :]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("tiny", "format"), EACH, indirect=["tiny"])
 class TestEveryArchitecture:
     def test_logits_change_and_stay_close(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
         ids = random_ids(1, 300)
@@ -74,9 +80,9 @@ class TestEveryArchitecture:
         for row, prompt in enumerate(prompts):
             ids[row, -prompt.shape[1] :] = prompt
             mask[row, -prompt.shape[1] :] = 1
-        together = _greedy(tiny, ids, FoldedCache(tiny.config, format), 60, attention_mask=mask)
+        together = _greedy(tiny, ids, FoldedCache(tiny.config, format), 40, attention_mask=mask)
         for row, prompt in enumerate(prompts):
-            alone = _greedy(tiny, prompt, FoldedCache(tiny.config, format), 60)
+            alone = _greedy(tiny, prompt, FoldedCache(tiny.config, format), 40)
             assert torch.equal(together[row : row + 1], alone)
 
     def test_beams(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
@@ -95,10 +101,10 @@ class TestEveryArchitecture:
     def test_speculation_leaves_no_trace(self, tiny: PreTrainedModel, random_ids: Ids, format: str) -> None:
         """Prompt-lookup drafts, mostly refused and cropped away, and the tokens are those without drafts."""
         ids = random_ids(1, 30).repeat(1, 4)
-        plain = _greedy(tiny, ids, FoldedCache(tiny.config, format), 80)
+        plain = _greedy(tiny, ids, FoldedCache(tiny.config, format), 50)
         cache = FoldedCache(tiny.config, format)
-        assert torch.equal(_greedy(tiny, ids, cache, 80, prompt_lookup_num_tokens=8), plain)
-        assert torch.equal(_greedy(tiny, ids, FoldedCache(tiny.config, format), 80, assistant_model=tiny), plain)
+        assert torch.equal(_greedy(tiny, ids, cache, 50, prompt_lookup_num_tokens=8), plain)
+        assert torch.equal(_greedy(tiny, ids, FoldedCache(tiny.config, format), 50, assistant_model=tiny), plain)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -184,6 +190,16 @@ class TestLayers:
         sliding = cache.report().layers[model.config.layer_types.index("sliding_attention")]
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         assert sliding.values == 2 * heads * dim * (model.config.sliding_window - 1)
+
+    def test_a_pass_that_has_ended_keeps_nothing_alive(self, random_ids: Ids) -> None:
+        """What would undo it is no longer there when bytes are counted, though nothing says that it has ended."""
+        model = tiny_model("gemma3")
+        cache = FoldedCache(model.config, "turboquant-4")
+        _logits(model, random_ids(1, 60), cache)
+        window = weakref.ref(cache.layers[0].keys)
+        _logits(model, random_ids(1, 60), cache)
+        cache.held_bytes()
+        assert window() is None
 
     @pytest.mark.contract
     def test_policy(self, llama: PreTrainedModel, random_ids: Ids) -> None:
@@ -483,6 +499,15 @@ class TestCompiled:
     def nothing_is_compiled_yet(self) -> None:
         torch._dynamo.reset()
 
+    @pytest.fixture
+    def llama(self) -> PreTrainedModel:
+        """Two layers, as each takes its time to compile."""
+        model = tiny_model("llama")
+        del model.model.layers[2:]
+        model.config.num_hidden_layers = 2
+        assert kvfold.attach(model)
+        return model
+
     @pytest.mark.contract
     @pytest.mark.parametrize("policy", [Policy("kvfold-3"), Policy("kvfold-3", dense_first=1)], ids=["folded", "mixed"])
     def test_reads_what_an_eager_model_reads(self, llama: PreTrainedModel, random_ids: Ids, policy: Policy) -> None:
@@ -494,11 +519,11 @@ class TestCompiled:
         torch.testing.assert_close(got, expected)
 
     def test_latents_leave_graphs(self, random_ids: Ids) -> None:
-        model, ids = latent_model(), random_ids(1, 200)
+        model, ids = latent_model(), random_ids(1, 160)
         kvfold.attach(model)
         compiled = torch.compile(model, backend="eager")
         expected, got = (
-            _logits(run, ids, FoldedCache(model.config, "turboquant-4"), [150, 1, 49]) for run in (model, compiled)
+            _logits(run, ids, FoldedCache(model.config, "turboquant-4"), [150, 10]) for run in (model, compiled)
         )
         torch.testing.assert_close(got, expected)
 
@@ -546,18 +571,17 @@ class TestCompiled:
         model, ids = llama.float(), random_ids(1, 120)
         compiled, cache = torch.compile(model, backend="eager"), FoldedCache(model.config, "kvfold-3")
         _logits(compiled, ids[:, :100], cache)
-        weight = model.model.layers[2].self_attn.v_proj.weight.data
+        weight = model.model.layers[1].self_attn.v_proj.weight.data
         kept = weight[0, 0].clone()
         weight[0, 0] = float("nan")
-        with pytest.raises(ValueError, match="layer 2: value at position 100"):
+        with pytest.raises(ValueError, match="layer 1: value at position 100"):
             _logits(compiled, ids[:, 100:], cache)
         weight[0, 0] = kept
-        assert [layer.get_seq_length() for layer in cache.layers] == 4 * [100]
+        assert [layer.get_seq_length() for layer in cache.layers] == 2 * [100]
         got = _logits(compiled, ids[:, 100:], cache)
         torch.testing.assert_close(got, _logits(model, ids, FoldedCache(model.config, "kvfold-3"))[:, 100:])
 
-    @pytest.mark.parametrize("layer", [1, 3])
-    @pytest.mark.parametrize("reads", ["handed on", "beside"])
+    @pytest.mark.parametrize(("reads", "layer"), [("handed on", 0), ("beside", 1)])
     def test_other_uses_of_keys_are_refused(
         self, llama: PreTrainedModel, random_ids: Ids, layer: int, reads: str
     ) -> None:
@@ -576,7 +600,7 @@ class TestCompiled:
         compiled = torch.compile(model, backend="eager")
         with pytest.raises((RuntimeError, TorchRuntimeError), match=r"this model does something else|on meta tensors"):
             _logits(compiled, ids[:, :100], cache)
-        assert [each.get_seq_length() for each in cache.layers] == 4 * [0]
+        assert [each.get_seq_length() for each in cache.layers] == 2 * [0]
         assert cache.forward_pass.awaited is None
         cache.update = torch.compiler.disable(cache.update)  # type: ignore[method-assign]
         expected = _logits(model, ids, Meddling(model.config, "kvfold-3"), [100, 20])
@@ -594,7 +618,7 @@ class TestCompiled:
 
         compiled, ids = torch.compile(llama.float(), backend="eager"), random_ids(1, 102)
         _logits(compiled, ids, Asking(llama.config, "kvfold-3"), [100, 1, 1])
-        assert seen == [*4 * [100], *4 * [101], *4 * [102]]
+        assert seen == [*2 * [100], *2 * [101], *2 * [102]]
 
     @pytest.mark.contract
     def test_what_a_subclass_does_is_done_once(self, llama: PreTrainedModel, random_ids: Ids) -> None:

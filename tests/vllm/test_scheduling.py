@@ -169,6 +169,7 @@ def test_a_preempted_request_may_be_aborted(llm: LLM, requests: Requests, by_its
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("format", ["kvfold-4"], indirect=True, scope="module")
 def test_two_workers_answer_as_one(
     format: str,
     requests: Requests,
