@@ -46,11 +46,14 @@ def test_quality(demo: Demo, text_ids: Tensor) -> None:
     assert result["kvfold-4"].top1 > 0.95 > result["turboquant-3"].top1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("format", "most"),
-    [("turboquant-4", 4.75), ("turboquant-3", 3.75), ("kvfold-4", 4.6), ("kvfold-3", 3.6), ("kvfold-2", 2.7)],
-)
+    ("format", "most", "dtype"),
+    [
+        ("turboquant-4", 4.75, torch.bfloat16), ("turboquant-3", 3.75, torch.float32),
+        ("kvfold-4", 4.6, torch.float32), ("kvfold-4", 4.6, torch.bfloat16), ("kvfold-3", 3.6, torch.float32),
+        ("kvfold-2", 2.7, torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_held_bits_at_4096_tokens(small: Demo, format: str, most: float, dtype: torch.dtype) -> None:
     """Everything counted, in storage as it really grew: one long prefill, then step by step."""
     model, _ = small

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from commands import run_kvfold
-from conftest import tiny_model
+from conftest import ARCHITECTURES, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -98,8 +98,13 @@ class TestGoingOn:
         assert all(torch.equal(a, b) for a, b in zip(one.logits, other.logits, strict=True))
 
     @pytest.mark.parametrize(
-        ("format", "tokens"),  # before the sinks are full; before the fit; just after; long
-        [("kvfold-3", 3), ("kvfold-3", 60), ("kvfold-3", 95), ("kvfold-3", 300), ("turboquant-4:float16", 300)],
+        ("tiny", "format", "tokens"),
+        [
+            *(("llama", "kvfold-3", tokens) for tokens in (3, 60, 95)),  # before sinks are full, the fit, and after it
+            *((name, "kvfold-3", 300) for name in ARCHITECTURES),
+            *((name, "turboquant-4:float16", 60) for name in ("llama", "gemma2", "gpt-oss")),
+        ],
+        indirect=["tiny"],
     )
     def test_every_architecture(
         self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path, format: str, tokens: int
@@ -128,6 +133,7 @@ class TestGoingOn:
         assert loaded.layers[1].folded.groups[0].rows.dense.tail[0].dtype == torch.float32
 
     @pytest.mark.contract
+    @pytest.mark.parametrize("tiny", ["llama", "gemma3", "gpt-oss"], indirect=True)
     def test_padded_batch(self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         """Rows start at columns of their own, one of them only after the cache was saved."""
         ids, mask = random_ids(4, 330), torch.ones(4, 330, dtype=torch.long)
