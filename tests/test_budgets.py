@@ -223,7 +223,10 @@ def test_commands(small_folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told, losses = json.loads(done.stdout)["losses"], kvfold.Calibration.load(full).losses
     assert [row["layer"] for row in told] == list(losses) == list(range(LAYERS))
-    assert len({row["kvfold-2"] for row in told}) > 1
+    spread_ = budgeted(kvfold.Policy("kvfold-2"), kvfold.Calibration.load(full), LAYERS)
+    assert [row["kvfold-2"] for row in told] == [spread_.format_of(i, LAYERS) for i in range(LAYERS)]
+    names = {side for row in told for side in row["kvfold-2"].split(":")}
+    assert names > {"kvfold-1"}
     done = run(*measuring, plain, "--no-budgets")
     assert done.returncode == 0, done.stderr
     assert not kvfold.Calibration.load(plain).losses

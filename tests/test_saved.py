@@ -556,10 +556,9 @@ class TestRefused:
                 with pytest.raises(ValueError, match=r"path = .*file'"):
                     FoldedCache.load(tmp_path / "file")
 
-    @pytest.mark.drawn
-    def test_bits_of_the_header(self, tmp_path: Path) -> None:
+    def test_every_bit_of_the_header(self, tmp_path: Path) -> None:
         whole = _small_file(tmp_path / "file")
-        for bit in range(0, 8 * (8 + int.from_bytes(whole[:8], "little")), trials(7, 1)):
+        for bit in range(8 * (8 + int.from_bytes(whole[:8], "little"))):
             raw = bytearray(whole)
             raw[bit // 8] ^= 1 << bit % 8
             with pytest.raises(ValueError, match=r"file"):

@@ -55,6 +55,7 @@ def _swap_heads_and_tokens(formats: FormatPair, key: Tensor, value: Tensor) -> t
 
 
 def _mirror_codes_of_values(formats: FormatPair, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels lie symmetrically, so other signs are mirrored codes; float16 has none."""
     return key, value if formats.values.bits == FLOAT16 else -value
 
 
