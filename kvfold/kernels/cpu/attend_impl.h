@@ -180,7 +180,7 @@ class Worker {
       for (std::size_t t = 0; t < width; t += kLanes)
         for (std::size_t i = 0; i < Rows; ++i) {
           const Vec s = load(scores + i * stride + t);
-          most[i] = s > most[i] ? s : most[i];
+          most[i] = larger(s, most[i]);
         }
       for (std::size_t i = 0; i < Rows; ++i) {
         const float maximum = largest(most[i]);
@@ -198,7 +198,7 @@ class Worker {
       for (std::size_t t = 0; t < width; t += kLanes) {
         ahead_.ask<6>();
         for (std::size_t i = 0; i < Rows; ++i) {
-          const Vec p = exp_vec(load(scores + i * stride + t) - maximum_[first + i]);
+          const Vec p = exp_vec(load(scores + i * stride + t) - all(maximum_[first + i]));
           store(scores + i * stride + t, p);
           total[i] += p;
         }

@@ -57,7 +57,7 @@ class TileFolder {
     Vec mean{}, low = load(&y_[0]), high = low, variance{};
     for (std::size_t t = 0; t < job_.page_size; ++t) {
       const Vec v = load(&y_[t * kTile]);
-      mean += v, low = v < low ? v : low, high = v > high ? v : high;
+      mean += v, low = smaller(v, low), high = larger(v, high);
     }
     mean /= tokens;
     for (std::size_t t = 0; t < job_.page_size; ++t) {
@@ -69,17 +69,20 @@ class TileFolder {
     for (std::size_t k = 0; k < 2 * job_.steps; ++k) {
       const Vec z = in_half(k < job_.steps ? mean : 0.5f * (low + high)), gap = z - mean, up = high - z, down = z - low;
       Vec deviation = variance + gap * gap;
-      for (std::size_t c = 0; c < kLanes; ++c) deviation[c] = std::sqrt(deviation[c]);
-      Vec reach = (up > down ? up : down) / top_;
-      reach = reach > deviation ? reach : deviation;
+      deviation = square_root(deviation);
+      const Vec reach = larger(larger(up, down) / top_, deviation);
       const float weight = static_cast<float>(k % job_.steps) / static_cast<float>(std::max<std::size_t>(job_.steps - 1, 1));
       const Vec s = in_half(deviation + weight * (reach - deviation)), loss = lost(z, s);
-      const Ints better = k ? loss < least : Ints{} - 1;
-      least = better ? loss : least, centre = better ? z : centre, scale = better ? s : scale;
+      const auto where_better = [&](Vec now, Vec best) KVFOLD_LAMBDA {
+        return by_register([](Register own, Register other, Register x, Register y) KVFOLD_LAMBDA { return own < other ? x : y; },
+                           loss, least, now, best);
+      };
+      centre = k ? where_better(z, centre) : z, scale = k ? where_better(s, scale) : s;
+      least = k ? where_better(loss, least) : loss;
     }
   }
 
-  static Vec per_scale(Vec scale) { return 1.0f / (scale > kTiny ? scale : all(kTiny)); }
+  static Vec per_scale(Vec scale) { return 1.0f / larger(scale, all(kTiny)); }
 
   Vec lost(Vec z, Vec s) const {
     const Vec by = per_scale(s);

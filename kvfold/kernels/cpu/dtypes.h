@@ -7,7 +7,7 @@ namespace kvfold::KVFOLD_ISA {
 namespace {
 
 inline float from_half(std::uint16_t bits) {
-#ifdef __AVX512F__
+#ifdef __F16C__
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 #else
   const std::uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
@@ -28,6 +28,10 @@ inline void from_halves(const std::uint16_t* from, std::size_t count, float* to)
 #ifdef __AVX512F__
   for (; i + 16 <= count; i += 16)
     _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+#endif
+#ifdef __F16C__
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
   for (; i < count; ++i) to[i] = from_half(from[i]);
 }
@@ -54,11 +58,22 @@ inline float from(Dtype dtype, const void* data, std::size_t i) {
 // `count` ≤ 16 numbers from data[i] on, and zeros.
 KVFOLD_INLINE Vec load_some(Dtype dtype, const void* data, std::size_t i, std::size_t count) {
   if (count == kLanes && dtype == Dtype::float32) return load(static_cast<const float*>(data) + i);
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   if (count == kLanes) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const std::uint16_t*>(data) + i));
     if (dtype == Dtype::float16) return Vec(_mm512_cvtph_ps(halves));
     return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+  }
+#elif defined(__F16C__)
+  if (count == kLanes) {
+    Vec out;
+    each<kParts>([&](auto w) KVFOLD_LAMBDA {
+      const auto* from = reinterpret_cast<const __m128i*>(static_cast<const std::uint16_t*>(data) + i + w * kPart);
+      const __m128i halves = _mm_loadu_si128(from);
+      put(out, w, dtype == Dtype::float16 ? _mm256_cvtph_ps(halves)
+                                          : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)));
+    });
+    return out;
   }
 #endif
   float some[kLanes] = {};
@@ -75,8 +90,11 @@ inline std::uint16_t to_half(float x) {
 
 // Rounded to float16.
 inline Vec in_half(Vec v) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+#elif defined(__F16C__)
+  return by_register(
+      [](Register x) KVFOLD_LAMBDA { return Register(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT))); }, v);
 #else
   for (std::size_t i = 0; i < kLanes; ++i) v[i] = from_half(to_half(v[i]));
   return v;
@@ -90,7 +108,7 @@ inline Vec in_brain(Vec v) {
   bits = (bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffffu;
   Vec out;
   std::memcpy(&out, &bits, sizeof out);
-  return v - v == Vec{} ? out : v;
+  return by_register([](Register x, Register y) KVFOLD_LAMBDA { return x - x == Register{} ? y : x; }, v, out);
 }
 
 inline Vec rounded(Dtype dtype, Vec v) {
@@ -105,8 +123,12 @@ inline void store_some(Dtype dtype, void* data, std::size_t i, std::size_t count
   }
   std::uint16_t some[kLanes];
   if (dtype == Dtype::float16) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(some), _mm512_cvtps_ph(__m512(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    each<kParts>([&](auto w) KVFOLD_LAMBDA {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(some + w * kPart), _mm256_cvtps_ph(__m256(part(v, w)), _MM_FROUND_TO_NEAREST_INT));
+    });
 #else
     for (std::size_t k = 0; k < kLanes; ++k) some[k] = to_half(v[k]);
 #endif

@@ -58,14 +58,14 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
     const __m512i fours = F % 2 ? _mm512_srli_epi16(low, 3) : _mm512_slli_epi16(low, 1);
     const __m512i twos = F < 3 ? _mm512_slli_epi16(pairs, 5 - 2 * F) : _mm512_srli_epi16(pairs, 1);
     index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x1e), fours, twos, kSelect);
-    index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x7e), index, (move_bit<F, 7>(bit_plane(packed + 192))), kSelect);
+    index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x7e), index, (move_bit<F, 7>(__m512i(one_bit_plane(packed + 192, 0)))), kSelect);
     return _mm512_or_si512(index, _mm512_set1_epi8(1));
   }
   if constexpr (Bits >= 4) {
     index = _mm512_loadu_si512(packed + F / 2 * 64);
     if constexpr (F % 2) index = _mm512_srli_epi16(index, 4);
     if constexpr (Bits == 5)
-      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), index, (move_bit<F, 4>(bit_plane(packed + 128))), kSelect);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), index, (move_bit<F, 4>(__m512i(one_bit_plane(packed + 128, 0)))), kSelect);
     if constexpr (Bits == 6) {
       const __m512i pairs = _mm512_loadu_si512(packed + 128);
       const __m512i high = F < 2 ? _mm512_slli_epi16(pairs, 4 - 2 * F) : _mm512_srli_epi16(pairs, 2 * F - 4);
@@ -74,9 +74,9 @@ KVFOLD_INLINE __m512i tile_numbers(const std::uint8_t* packed, __m512i table) {
   } else if constexpr (Bits >= 2) {
     index = _mm512_srli_epi16(_mm512_loadu_si512(packed), 2 * F);
     if constexpr (Bits == 3)
-      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), index, (move_bit<F, 2>(bit_plane(packed + 64))), kSelect);
+      index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), index, (move_bit<F, 2>(__m512i(one_bit_plane(packed + 64, 0)))), kSelect);
   } else {
-    index = move_bit<F, 0>(bit_plane(packed));
+    index = move_bit<F, 0>(__m512i(one_bit_plane(packed, 0)));
   }
   return look_up<Bits>(index, table);
 }

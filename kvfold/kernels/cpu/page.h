@@ -3,89 +3,27 @@
 
 #include "ahead.h"
 #include "dtypes.h"
+#include "table.h"
 
 namespace kvfold::KVFOLD_ISA {
 namespace {
 
-#ifdef __AVX512F__
-// A plane of width 1: bit f of byte 4 · lane + j is that of step 4 · f + j; bits above belong to other codes.
-inline __m512i bit_plane(const std::uint8_t* packed) {
-  const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed)));
-  return _mm512_srlv_epi64(both, _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
-}
-
-// The codes of one tile: byte 4 · lane + j of fields[f] is that of step 4 · f + j.
-inline void tile_fields(const std::uint8_t* packed, unsigned bits, __m512i fields[4]) {
-  const __m512i low = _mm512_set1_epi8(15), pair = _mm512_set1_epi8(3);
-  if (bits >= 4 && bits <= 7) {
-    for (int v = 0; v < 2; ++v) {
-      const __m512i x = _mm512_loadu_si512(packed + 64 * v);
-      fields[2 * v] = _mm512_and_si512(x, low);
-      fields[2 * v + 1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
-    }
-    packed += 128;
-    if (bits & 2) {
-      const __m512i x = _mm512_loadu_si512(packed);
-      for (int f = 0; f < 4; ++f)
-        fields[f] = _mm512_or_si512(fields[f], _mm512_slli_epi16(_mm512_and_si512(_mm512_srli_epi16(x, 2 * f), pair), 4));
-      packed += 64;
-    }
-    if (bits & 1) {
-      const __m512i plane = bit_plane(packed);
-      const __m512i one = _mm512_set1_epi8(1);
-      for (int f = 0; f < 4; ++f)
-        fields[f] = _mm512_or_si512(
-            fields[f], _mm512_slli_epi16(_mm512_and_si512(_mm512_srli_epi16(plane, f), one), bits == 5 ? 4 : 6));
-    }
-  } else if (bits == 3 || bits == 2) {
-    const __m512i x = _mm512_loadu_si512(packed);
-    for (int f = 0; f < 4; ++f) fields[f] = _mm512_and_si512(_mm512_srli_epi16(x, 2 * f), pair);
-    if (bits == 2) return;
-    const __m512i plane = bit_plane(packed + 64), one = _mm512_set1_epi8(1);
-    for (int f = 0; f < 4; ++f)
-      fields[f] = _mm512_or_si512(fields[f], _mm512_slli_epi16(_mm512_and_si512(_mm512_srli_epi16(plane, f), one), 2));
-  } else {
-    Tile tile;
-    decode(packed, bits, tile);
-    for (int f = 0; f < 4; ++f) fields[f] = _mm512_load_si512(tile.fields[f]);
-  }
-}
-#endif
-
 // The levels of one tile, lane by lane, one vector a step: out[step · stride].
 inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float* lut, float* out, std::size_t stride) {
-#ifdef __AVX512F__
-  __m512i fields[4];
-  tile_fields(packed, bits, fields);
-  if (bits <= 4) {
-    // Rows of the table hold at least 2^bits levels; the rest of the vector is never selected.
-    const __m512 levels = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << (1u << bits)) - 1), lut);
-    for (int f = 0; f < 4; ++f)
-      for (int j = 0; j < 4; ++j) {
-        const __m512i index = _mm512_srli_epi32(fields[f], 8 * j);
-        _mm512_storeu_ps(out + (4 * f + j) * stride, _mm512_permutexvar_ps(index, levels));
-      }
-    return;
-  }
-  if (bits <= 6) {  // 32 or 64 levels in registers; gathering them from memory would take several times as long
-    const std::size_t last = (std::size_t{1} << bits) - 32;
-    const __m512 a = _mm512_loadu_ps(lut), b = _mm512_loadu_ps(lut + 16);
-    const __m512 c = _mm512_loadu_ps(lut + last), d = _mm512_loadu_ps(lut + last + 16);
-    for (int f = 0; f < 4; ++f)
-      for (int j = 0; j < 4; ++j) {
-        const __m512i index = _mm512_srli_epi32(fields[f], 8 * j);
-        const __mmask16 upper = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
-        _mm512_storeu_ps(out + (4 * f + j) * stride,
-                         _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(a, index, b), _mm512_permutex2var_ps(c, index, d)));
-      }
-    return;
-  }
-  const __m512i byte = _mm512_set1_epi32(255);
-  for (int f = 0; f < 4; ++f)
-    for (int j = 0; j < 4; ++j) {
-      const __m512i index = _mm512_and_si512(_mm512_srli_epi32(fields[f], 8 * j), byte);
-      _mm512_storeu_ps(out + (4 * f + j) * stride, _mm512_i32gather_ps(index, lut, 4));
-    }
+#ifdef __AVX2__
+  with_constant<8>(bits, [&](auto known) KVFOLD_LAMBDA {
+    const Table<std::size_t{1} << known> levels(lut);
+    each<kParts>([&](auto w) KVFOLD_LAMBDA {
+      Words fields[4];
+      decode_part(packed, known, w, fields);
+      each<4>([&](auto f) KVFOLD_LAMBDA {
+        each<4>([&](auto j) KVFOLD_LAMBDA {
+          const Register level = levels[RegisterInts(fields[f]) >> int{8 * j}];
+          std::memcpy(out + (4 * f + j) * stride + w * kPart, &level, kRegister);
+        });
+      });
+    });
+  });
 #else
   Tile tile;
   decode(packed, bits, tile);
@@ -255,10 +193,10 @@ class Page {
         const Vec scale = load(&scale_[group + first]), offset = load(&offset_[group + first]);
         const float *z = &centre_[tile * kTile], *s = &channel_scale_[tile * kTile];
         if (simple)
-          for (std::size_t c = 0; c < kTile; ++c) store(out + c * stride, load(out + c * stride) * scale + z[c]);
+          for (std::size_t c = 0; c < kTile; ++c) store(out + c * stride, load(out + c * stride) * scale + all(z[c]));
         else
           for (std::size_t c = 0; c < kTile; ++c)
-            store(out + c * stride, load(out + c * stride) * s[c] * scale + (offset + z[c]));
+            store(out + c * stride, load(out + c * stride) * all(s[c]) * scale + (offset + all(z[c])));
         if (!tokens_first_) continue;
         Vec lines[kTile];
         for (std::size_t c = 0; c < kTile; ++c) lines[c] = load(turned + c * kTile);
@@ -279,10 +217,10 @@ class Page {
         code += 32 * bits;
         const float *scale = &scale_[group + first], *offset = &offset_[group + first];
         if (simple)
-          for (std::size_t t = 0; t < kTile; ++t) store(out + t * width_, load(out + t * width_) * scale[t] + z);
+          for (std::size_t t = 0; t < kTile; ++t) store(out + t * width_, load(out + t * width_) * all(scale[t]) + z);
         else
           for (std::size_t t = 0; t < kTile; ++t)
-            store(out + t * width_, load(out + t * width_) * s * scale[t] + (z + offset[t]));
+            store(out + t * width_, load(out + t * width_) * s * all(scale[t]) + (z + all(offset[t])));
       }
     }
   }

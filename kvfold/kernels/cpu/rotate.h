@@ -9,12 +9,9 @@ namespace {
 // One butterfly between lanes that are Half apart: a + b below, a - b above.
 template <int Half>
 inline Vec butterfly(Vec v) {
-#define KVFOLD_PARTNER(lane) ((lane) ^ Half)
-#define KVFOLD_SIGN(lane) ((lane) & Half ? -1.0f : 1.0f)
-  const Vec sign = {KVFOLD_EACH_LANE(KVFOLD_SIGN)};
-  return v * sign + __builtin_shufflevector(v, v, KVFOLD_EACH_LANE(KVFOLD_PARTNER));
-#undef KVFOLD_PARTNER
-#undef KVFOLD_SIGN
+  Vec sign;
+  for (int lane = 0; lane < int{kLanes}; ++lane) sign[lane] = lane & Half ? -1.0f : 1.0f;
+  return v * sign + partners<Half>(v);
 }
 
 // Walsh–Hadamard transforms of Vecs · 16 numbers, in registers: to = by · after ⊙ H·(before ⊙ from); null for no signs.
@@ -22,7 +19,7 @@ template <std::size_t Vecs>
 inline void walsh_hadamard_of(const float* from, const float* before, float* to, const float* after, float by) {
   Vec v[Vecs];
   each<Vecs>([&](auto i) KVFOLD_LAMBDA {
-    v[i] = load(from + i * kLanes) * by;
+    v[i] = load(from + i * kLanes) * all(by);
     if (before) v[i] *= load(before + i * kLanes);
     v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(v[i]))));
   });
@@ -82,8 +79,9 @@ inline float dot(const float* a, const float* b, std::size_t n) {
 }
 
 inline void add_scaled(float* to, const float* from, float by, std::size_t n) {
+  const Vec times = all(by);
   std::size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(to + i, load(to + i) + load(from + i) * by);
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(to + i) + load(from + i) * times);
   for (; i < n; ++i) to[i] += from[i] * by;
 }
 

@@ -8,6 +8,9 @@
 
 #include "pack.h"
 
+#define KVFOLD_INLINE inline __attribute__((always_inline))
+#define KVFOLD_LAMBDA __attribute__((always_inline))
+
 namespace kvfold {
 namespace {
 
@@ -18,51 +21,43 @@ struct alignas(64) Tile {
   std::uint8_t fields[4][kSlots];
 };
 
-// One plane of a tile, `Width` bits of each code from bit `shift` on.
-template <unsigned Width>
-void encode_plane(const Tile& tile, unsigned shift, std::uint8_t* out) {
-  constexpr std::size_t kPerByte = 8 / Width;
-  constexpr unsigned kMask = (1u << Width) - 1;
-  if constexpr (Width == 1) {
-    for (std::size_t i = 0; i < kSlots / 2; ++i) {
-      unsigned byte = 0;
-      for (std::size_t k = 0; k < 8; ++k) byte |= ((tile.fields[k % 4][kSlots / 2 * (k / 4) + i] >> shift) & 1u) << k;
-      *out++ = static_cast<std::uint8_t>(byte);
-    }
-  } else {
-    for (std::size_t first = 0; first < 4; first += kPerByte)
-      for (std::size_t slot = 0; slot < kSlots; ++slot) {
-        unsigned byte = 0;
-        for (std::size_t k = 0; k < kPerByte; ++k)
-          byte |= ((tile.fields[first + k][slot] >> shift) & kMask) << (k * Width);
-        *out++ = static_cast<std::uint8_t>(byte);
-      }
-  }
+// Bytes of a register, in words; shifts go across bytes, and what crosses is masked. Compilers take wider vectors apart badly.
+#if defined(__AVX512F__)
+constexpr std::size_t kWordsBytes = 64;
+#elif defined(__AVX2__)
+constexpr std::size_t kWordsBytes = 32;
+#else
+constexpr std::size_t kWordsBytes = 16;
+#endif
+constexpr std::size_t kFieldParts = kSlots / kWordsBytes;  // registers that a field takes
+typedef std::uint64_t Words __attribute__((vector_size(kWordsBytes)));
+
+KVFOLD_INLINE Words load_words(const std::uint8_t* from) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
 }
 
+// The lowest `Width` bits of each byte.
 template <unsigned Width>
-void decode_plane(const std::uint8_t* in, unsigned shift, Tile& tile) {
-  constexpr std::size_t kPerByte = 8 / Width;
-  constexpr std::uint8_t kMask = (1u << Width) - 1;
-  if constexpr (Width == 1) {
-    for (std::size_t k = 0; k < 8; ++k)
-      for (std::size_t i = 0; i < kSlots / 2; ++i)
-        tile.fields[k % 4][kSlots / 2 * (k / 4) + i] |= static_cast<std::uint8_t>(((in[i] >> k) & 1u) << shift);
-  } else {
-    for (std::size_t first = 0; first < 4; first += kPerByte, in += kSlots)
-      for (std::size_t k = 0; k < kPerByte; ++k)
-        for (std::size_t slot = 0; slot < kSlots; ++slot) {
-          const std::uint8_t field = static_cast<std::uint8_t>(in[slot] >> (k * Width)) & kMask;
-          tile.fields[first + k][slot] |= static_cast<std::uint8_t>(field << shift);
-        }
-  }
+constexpr std::uint64_t kLowest = 0x0101010101010101u * ((1u << Width) - 1);
+
+// A plane of width 1 for the slots of part `i` of all fields: the lowest four bits of a byte are those of the fields.
+KVFOLD_INLINE Words one_bit_plane(const std::uint8_t* in, std::size_t i) {
+  constexpr std::size_t kHalf = kSlots / 2;
+  if constexpr (kWordsBytes <= kHalf) return load_words(in + i * kWordsBytes % kHalf) >> (i * kWordsBytes / kHalf * 4);
+#ifdef __AVX512F__
+  Words both;
+  std::memcpy(&both, in, kHalf), std::memcpy(reinterpret_cast<char*>(&both) + kHalf, in, kHalf);
+  return both >> Words{0, 0, 0, 0, 4, 4, 4, 4};
+#endif
 }
 
 // Calls visit(width, shift) for each plane of a `bits`-bit code, `width` a compile-time constant.
 template <typename Visit>
-void for_each_plane(unsigned bits, Visit visit) {
+KVFOLD_INLINE void for_each_plane(unsigned bits, Visit visit) {
   unsigned shift = 0;
-  const auto plane = [&](auto width) {
+  const auto plane = [&](auto width) KVFOLD_LAMBDA {
     if (!(bits & width)) return;
     visit(width, shift);
     shift += width;
@@ -73,18 +68,48 @@ void for_each_plane(unsigned bits, Visit visit) {
   plane(std::integral_constant<unsigned, 1>{});
 }
 
-void encode(const Tile& tile, unsigned bits, std::uint8_t* out) {
-  for_each_plane(bits, [&](auto width, unsigned shift) {
-    encode_plane<width()>(tile, shift, out);
-    out += 32 * width;
+// Part `i` of each field.
+KVFOLD_INLINE void decode_part(const std::uint8_t* in, unsigned bits, std::size_t i, Words (&fields)[4]) {
+  for (Words& field : fields) field = Words{};
+  for_each_plane(bits, [&](auto width, unsigned shift) KVFOLD_LAMBDA {
+    constexpr std::size_t kPerByte = width == 1 ? 4 : 8 / width;
+    for (std::size_t f = 0; f < 4; ++f) {
+      const Words plane = width == 1 ? one_bit_plane(in, i) : load_words(in + f / kPerByte * kSlots + i * kWordsBytes);
+      fields[f] |= (plane >> (f % kPerByte * width) & kLowest<width>) << shift;
+    }
+    in += 32 * width;
   });
 }
 
-void decode(const std::uint8_t* in, unsigned bits, Tile& tile) {
-  std::memset(tile.fields, 0, sizeof tile.fields);
-  for_each_plane(bits, [&](auto width, unsigned shift) {
-    decode_plane<width()>(in, shift, tile);
-    in += 32 * width;
+[[maybe_unused]] KVFOLD_INLINE void decode(const std::uint8_t* in, unsigned bits, Tile& tile) {
+  for (std::size_t i = 0; i < kFieldParts; ++i) {
+    Words fields[4];
+    decode_part(in, bits, i, fields);
+    for (std::size_t f = 0; f < 4; ++f) std::memcpy(tile.fields[f] + i * kWordsBytes, &fields[f], kWordsBytes);
+  }
+}
+
+// One plane of a tile, `Width` bits of each code from bit `shift` on.
+template <unsigned Width>
+KVFOLD_INLINE void encode_plane(const Tile& tile, unsigned shift, std::uint8_t* out) {
+  constexpr std::size_t kPerByte = 8 / Width, kStep = Width == 1 ? 16 : kWordsBytes, kBytes = Width == 1 ? kSlots / 2 : kSlots;
+  typedef std::uint64_t Some __attribute__((vector_size(kStep)));
+  for (std::size_t first = 0; first < 4; first += kPerByte)
+    for (std::size_t at = 0; at < kBytes; at += kStep, out += kStep) {
+      Some bytes{};
+      for (std::size_t k = 0; k < kPerByte; ++k) {
+        Some field;
+        std::memcpy(&field, &tile.fields[first + k % 4][at + k / 4 * kBytes], sizeof field);
+        bytes |= (field >> shift & kLowest<Width>) << (k * Width);
+      }
+      std::memcpy(out, &bytes, sizeof bytes);
+    }
+}
+
+[[maybe_unused]] KVFOLD_INLINE void encode(const Tile& tile, unsigned bits, std::uint8_t* out) {
+  for_each_plane(bits, [&](auto width, unsigned shift) KVFOLD_LAMBDA {
+    encode_plane<width>(tile, shift, out);
+    out += 32 * width;
   });
 }
 
