@@ -20,7 +20,7 @@ class Table {
       std::memcpy(&parts_, numbers, sizeof parts_);
   }
 
-  // The numbers at `at`, of which the lowest k bits count.
+  // The numbers at the lowest k bits of `at`. Where Size is smaller than a register, bits up to its lanes must be 0.
   KVFOLD_INLINE Register operator[](RegisterInts at) const {
     if constexpr (kInRegisters) return among<0, kTables>(at);
     at &= static_cast<std::int32_t>(Size - 1);
