@@ -26,10 +26,10 @@ test: $(VENV)/ready lint
 test-oldest test-newest: test-%: $(VENV)-%/ready
 	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest -m contract --ignore=tests/vllm -n $(WORKERS) --dist worksteal
 
-# Two processes, as much of an engine's start and of its steps is a single thread's. Tests that share an engine stay
-# together. Threads that wait by spinning starve those of other processes.
+# Two processes, which share files among them: much of an engine's start and of its steps is a single thread's. Threads
+# that wait by spinning starve those of other processes.
 test-engine: $(ENGINE)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ENGINE)/bin/python -m pytest tests/vllm -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ENGINE)/bin/python -m pytest tests/vllm -n 2 --dist loadfile
 
 # Tests that draw their cases, with many more of them: an hour or two.
 fuzz: $(VENV)/ready

@@ -27,11 +27,6 @@ DATA = Path(__file__).parents[1] / "data"
 """Texts of tests: frozen, as figures hang on them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests share an engine come first, each for one process; then what any process may take."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-
-
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the real model."""

@@ -11,7 +11,6 @@ from rounding import LIKELIEST, Disturbed
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-pytestmark = pytest.mark.xdist_group("answers")
 Demo = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 FINE = "kvfold-6"
 """The same pages and kernels as kvfold-4, with an error of a sixteenth: answers can be compared token by token."""

@@ -12,7 +12,6 @@ from rounding import tie_of
 from vllm import LLM, SamplingParams
 from vllm.v1.request import RequestStatus
 
-pytestmark = pytest.mark.xdist_group("scheduling")
 BLOCKS = 19
 """Of 64 tokens, one of them for the engine itself: hardly more than the longest request takes."""
 

@@ -17,7 +17,6 @@ import openai
 import psutil
 import pytest
 
-pytestmark = pytest.mark.xdist_group("server")
 KEY = "a-key-for-tests"
 LONGEST = 2048
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -69,8 +68,7 @@ def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> Iterator[Server]:
-    """Of SmolLM2 in bfloat16; what a server reads at its start without a calibration, test_engines.py has it read."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,7 +76,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> Itera
     command = [
         Path(sys.executable).with_name("kvfold"), "serve", "smollm2", "--port", port, "--api-key", KEY,
         "--max-model-len", LONGEST, "--kv-cache-memory-bytes", "256M", "--enforce-eager",
-        "--calibration", calibration,
     ]  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=subprocess.STDOUT)
