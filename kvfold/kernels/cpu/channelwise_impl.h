@@ -68,8 +68,7 @@ class TileFolder {
     Vec least{};
     for (std::size_t k = 0; k < 2 * job_.steps; ++k) {
       const Vec z = in_half(k < job_.steps ? mean : 0.5f * (low + high)), gap = z - mean, up = high - z, down = z - low;
-      Vec deviation = variance + gap * gap;
-      deviation = square_root(deviation);
+      const Vec deviation = square_root(variance + gap * gap);
       const Vec reach = larger(larger(up, down) / top_, deviation);
       const float weight = static_cast<float>(k % job_.steps) / static_cast<float>(std::max<std::size_t>(job_.steps - 1, 1));
       const Vec s = in_half(deviation + weight * (reach - deviation)), loss = lost(z, s);

@@ -10,7 +10,6 @@ namespace {
 
 // The levels of one tile, lane by lane, one vector a step: out[step · stride].
 inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float* lut, float* out, std::size_t stride) {
-#ifdef __AVX2__
   with_constant<8>(bits, [&](auto known) KVFOLD_LAMBDA {
     const Table<std::size_t{1} << known> levels(lut);
     each<kParts>([&](auto w) KVFOLD_LAMBDA {
@@ -24,13 +23,6 @@ inline void look_up_tile(const std::uint8_t* packed, unsigned bits, const float*
       });
     });
   });
-#else
-  Tile tile;
-  decode(packed, bits, tile);
-  for (std::size_t step = 0; step < kTile; ++step)
-    for (std::size_t lane = 0; lane < kTile; ++lane)
-      out[step * stride + lane] = lut[tile.fields[step / 4][4 * lane + step % 4]];
-#endif
 }
 
 // Where the pages of one head of a sequence are.

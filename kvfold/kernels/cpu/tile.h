@@ -21,16 +21,17 @@ struct alignas(64) Tile {
   std::uint8_t fields[4][kSlots];
 };
 
-// Bytes of a register, in words; shifts go across bytes, and what crosses is masked. Compilers take wider vectors apart badly.
+// Bytes of a register. Compilers take wider vectors apart badly.
 #if defined(__AVX512F__)
-constexpr std::size_t kWordsBytes = 64;
+constexpr std::size_t kRegister = 64;
 #elif defined(__AVX2__)
-constexpr std::size_t kWordsBytes = 32;
+constexpr std::size_t kRegister = 32;
 #else
-constexpr std::size_t kWordsBytes = 16;
+constexpr std::size_t kRegister = 16;
 #endif
-constexpr std::size_t kFieldParts = kSlots / kWordsBytes;  // registers that a field takes
-typedef std::uint64_t Words __attribute__((vector_size(kWordsBytes)));
+constexpr std::size_t kFieldParts = kSlots / kRegister;  // registers that a field takes
+// Bytes by words: shifts go across them, and what crosses is masked.
+typedef std::uint64_t Words __attribute__((vector_size(kRegister)));
 
 KVFOLD_INLINE Words load_words(const std::uint8_t* from) {
   Words words;
@@ -45,7 +46,7 @@ constexpr std::uint64_t kLowest = 0x0101010101010101u * ((1u << Width) - 1);
 // A plane of width 1 for the slots of part `i` of all fields: the lowest four bits of a byte are those of the fields.
 KVFOLD_INLINE Words one_bit_plane(const std::uint8_t* in, std::size_t i) {
   constexpr std::size_t kHalf = kSlots / 2;
-  if constexpr (kWordsBytes <= kHalf) return load_words(in + i * kWordsBytes % kHalf) >> (i * kWordsBytes / kHalf * 4);
+  if constexpr (kRegister <= kHalf) return load_words(in + i * kRegister % kHalf) >> (i * kRegister / kHalf * 4);
 #ifdef __AVX512F__
   Words both;
   std::memcpy(&both, in, kHalf), std::memcpy(reinterpret_cast<char*>(&both) + kHalf, in, kHalf);
@@ -74,7 +75,7 @@ KVFOLD_INLINE void decode_part(const std::uint8_t* in, unsigned bits, std::size_
   for_each_plane(bits, [&](auto width, unsigned shift) KVFOLD_LAMBDA {
     constexpr std::size_t kPerByte = width == 1 ? 4 : 8 / width;
     for (std::size_t f = 0; f < 4; ++f) {
-      const Words plane = width == 1 ? one_bit_plane(in, i) : load_words(in + f / kPerByte * kSlots + i * kWordsBytes);
+      const Words plane = width == 1 ? one_bit_plane(in, i) : load_words(in + f / kPerByte * kSlots + i * kRegister);
       fields[f] |= (plane >> (f % kPerByte * width) & kLowest<width>) << shift;
     }
     in += 32 * width;
@@ -85,14 +86,14 @@ KVFOLD_INLINE void decode_part(const std::uint8_t* in, unsigned bits, std::size_
   for (std::size_t i = 0; i < kFieldParts; ++i) {
     Words fields[4];
     decode_part(in, bits, i, fields);
-    for (std::size_t f = 0; f < 4; ++f) std::memcpy(tile.fields[f] + i * kWordsBytes, &fields[f], kWordsBytes);
+    for (std::size_t f = 0; f < 4; ++f) std::memcpy(tile.fields[f] + i * kRegister, &fields[f], kRegister);
   }
 }
 
 // One plane of a tile, `Width` bits of each code from bit `shift` on.
 template <unsigned Width>
 KVFOLD_INLINE void encode_plane(const Tile& tile, unsigned shift, std::uint8_t* out) {
-  constexpr std::size_t kPerByte = 8 / Width, kStep = Width == 1 ? 16 : kWordsBytes, kBytes = Width == 1 ? kSlots / 2 : kSlots;
+  constexpr std::size_t kPerByte = 8 / Width, kStep = Width == 1 ? 16 : kRegister, kBytes = Width == 1 ? kSlots / 2 : kSlots;
   typedef std::uint64_t Some __attribute__((vector_size(kStep)));
   for (std::size_t first = 0; first < 4; first += kPerByte)
     for (std::size_t at = 0; at < kBytes; at += kStep, out += kStep) {

@@ -23,13 +23,13 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-// Bytes of a register, and the block of sums, query rows by lanes, that stays in registers.
+// The block of sums, query rows by lanes, that stays in registers.
 #if defined(__AVX512F__)
-constexpr std::size_t kRegister = 64, kRows = 6, kWide = 4 * kLanes;
+constexpr std::size_t kRows = 6, kWide = 4 * kLanes;
 #elif defined(__AVX2__)
-constexpr std::size_t kRegister = 32, kRows = 6, kWide = kLanes;
+constexpr std::size_t kRows = 6, kWide = kLanes;
 #else
-constexpr std::size_t kRegister = 16, kRows = 2, kWide = kLanes;
+constexpr std::size_t kRows = 2, kWide = kLanes;
 #endif
 constexpr std::size_t kPart = kRegister / sizeof(float), kParts = kLanes / kPart;  // lanes of a register, registers of a vector
 constexpr std::size_t kRowBlock = 96;   // query rows that go through the pages together
