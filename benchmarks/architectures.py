@@ -554,9 +554,10 @@ def page(rows: list[Row]) -> str:
     table = "\n".join(_line(row) for row in rows)
     return f"""# Models
 
-Every model type of `AutoModelForCausalLM` in transformers {transformers.__version__}, {len(rows)} of them, with a
-`FoldedCache` beside its own dense cache. Each is a small random model with sharp attention, so that it shows what a
-cache gets wrong; vision-language models are asked by their text. A script makes this page:
+Each of the {len(rows)} model types of `AutoModelForCausalLM` in transformers {transformers.__version__} was run with a
+`FoldedCache` and with its own dense cache. Each is a small random model with sharp attention, so
+that it shows what a cache gets wrong; vision-language models are asked by their text. A script
+makes this page:
 
 ```sh
 python benchmarks/architectures.py --docs docs/models.md
@@ -567,17 +568,20 @@ python benchmarks/architectures.py --docs docs/models.md
 {verdicts}
 
 What is compared: logits of a prompt of {TOKENS} tokens read whole, in chunks of {", ".join(map(str, CHUNKS))}, and
-left-padded in a batch, whole and in chunks; the last logits alone (`logits_to_keep`); greedy `generate` of a padded
-batch; what follows a `crop`; what follows `save` and `load`, and a copy, bit for bit. And that `attach` alone changes
-nothing: with a dense cache, or none, an attached model computes what it computed before, bit for bit.
+left-padded in a batch, whole and in chunks; the last logits alone (`logits_to_keep`); greedy
+`generate` of a padded batch; what follows a `crop`; what follows `save` and `load`, and a copy, bit
+for bit. It is also checked that `attach` alone changes nothing: with a dense cache, or none, an
+attached model computes what it computed before, bit for bit.
 
-Errors are the worst over these cases of |Δ logits| / |logits|, against the model's own `DynamicCache`. `{LOSSLESS}` is
-nearly lossless, so it would show a fault of any other kind; `{FINE}` and `{COARSE}` show what codes cost a model whose
-attention is as sharp as this. Trained models lose far less: [quality.md](quality.md). Bits are those of a number in
-folded layers after {TOKENS} tokens with `{COARSE}`, many of which are still dense; a dense cache has 16.
+Errors are the worst over these cases of |Δ logits| / |logits|, against the model's own
+`DynamicCache`. `{LOSSLESS}` is nearly lossless, so it would show a fault of any other kind;
+`{FINE}` and `{COARSE}` show what codes cost a model whose attention is as sharp as this.
+Trained models lose far less: [quality.md](quality.md). Bits are those of a number in folded layers
+after {TOKENS} tokens with `{COARSE}`, many of which are still dense; a dense cache has 16.
 
-Notes: *no crop here* and *not saved* where the model's own cache, or a class of its layers, has no such thing;
-*no plan* where `kvfold plan` names layers of the model's own class and counts nothing.
+Notes: *no crop here* and *not saved* mean that the model's own cache, or a class of its layers,
+cannot be cropped, or saved. *No plan* means that `kvfold plan` finds layers of a class of the
+model's own, and counts nothing.
 
 | model type | verdict | layers | `{LOSSLESS}` | `{FINE}` | `{COARSE}` | bits | note |
 | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -299,8 +299,10 @@ def tried(name: str) -> Row | None:
     """One architecture; None if the file is no model."""
     try:
         module = importlib.import_module(f"mlx_lm.models.{name}")
-    except (ImportError, SystemExit) as error:
+    except ImportError as error:
         return Row(name, "not tried", f"does not import: {error}")
+    except SystemExit:
+        return Row(name, "not tried", "does not import: its file ends the process")
     if not hasattr(module, "ModelArgs") or not hasattr(module, "Model"):
         return None
     tokens = mx.random.randint(1, VOCABULARY - 8, (1, sum(CHUNKS)), key=mx.random.key(1))

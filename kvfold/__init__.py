@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What is in `kvfold.api`: with it come torch and transformers, which `kvfold --version` does without."""
+    """Look `name` up in `kvfold.api`, imported on first use: it imports torch and transformers, which take seconds."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     api = import_module("kvfold.api")
-    return globals()[name] if name in globals() else getattr(api, name)  # a submodule that is there now, or a name
+    return globals()[name] if name in globals() else getattr(api, name)  # the import may have loaded a submodule `name`
 
 
 def __dir__() -> list[str]:

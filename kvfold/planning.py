@@ -36,10 +36,10 @@ class PlanRow:
 
 
 def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize: float = 2.0) -> int:
-    """Bytes of one sequence's cache of `tokens` tokens, everything counted but states that do not grow.
+    """Bytes of one sequence's cache of `tokens` tokens; all is counted except states whose size is fixed.
 
-    `format` is a format, keys:values, or one of `DENSE_DTYPES`. `itemsize` is that of the dtype that the model computes
-    in: of a value in layers that do not fold.
+    `format` is a format, keys:values, or one of `DENSE_DTYPES`. `itemsize` is how many bytes a value has in layers that
+    do not fold: those of the dtype that the model computes in. Raises ValueError if a layer's shape is not known.
     """
     _check(layers)
     total, tables = 0.0, {}
@@ -78,7 +78,10 @@ def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float =
 def plan(
     layers: Sequence[LayerShape], formats: Sequence[str], memory: int, context: int, itemsize: float = 2.0
 ) -> list[PlanRow]:
-    """Project each format into `memory` bytes, for sequences of `context` tokens."""
+    """What fits into `memory` bytes with each format, for sequences of `context` tokens; `itemsize` as in `held_bytes`.
+
+    Raises ValueError if `context` is below 1, no layer grows with the text, or a layer's shape is not known.
+    """
     if context < 1:
         raise ValueError(f"context = {context}: give a number of tokens, 1 or more")
     if all(layer.kind in ("sliding", "none") for layer in layers):

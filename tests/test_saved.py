@@ -42,6 +42,7 @@ from kvfold.integrations.transformers.saving import KIND, VERSION
 
 Ids = Callable[..., Tensor]
 FORMATS = ["kvfold-4", "turboquant-3", "kvfold-4:turboquant-3", "float16"]
+FITTED = ["kvfold-3", "turboquant-2.5", "turboquant-3.5", "turboquant-3.5q", "kvfold-3:turboquant-2.5", "kvfold-3@32"]
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +221,18 @@ class TestGoingOn:
         held = loaded.layers[2].folded
         assert torch.equal(held.config.statistics.key_variance, layers[2].key_variance)
         assert torch.equal(held.groups[0].rows.formats.keys.order, layers[2].order())
+
+    @pytest.mark.parametrize("format", FITTED)
+    def test_calibrated_by_a_file(self, format: str, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
+        """What a calibration in memory serves, its file serves, and so does the file of a cache that goes by it."""
+        calibration = kvfold.calibrate(llama, [random_ids(1, 320, seed=3)])
+        calibration.save(tmp_path / "calibration")
+        logits = []
+        for given in (calibration, tmp_path / "calibration"):
+            cache = FoldedCache(llama.config, format, calibration=given)
+            logits.append(_logits(llama, random_ids(2, 120), cache))
+            _goes_on_alike(llama, cache, tmp_path / "cache", random_ids(2, 90, seed=1))
+        assert torch.equal(*logits)
 
     def test_empty(self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         cache = FoldedCache(tiny.config, "kvfold-3")

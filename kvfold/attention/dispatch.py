@@ -57,6 +57,13 @@ def attend(
     Tensor
         (batch, heads, n, value_dim) in the query's dtype; 0 for queries that are padding or that the
         mask bars from every key.
+
+    Raises
+    ------
+    ValueError
+        If there is no such backend, or it does not take this call; or on a query of another shape. With the "cpu"
+        backend, also on a mask or `sink_logits` of another shape, and on a query with a NaN or an infinity; with the
+        others, attention over such a query gives NaN.
     """
     if is_dynamo_compiling():  # graphs hold no cache that grows
         return _attend_outside_graphs(

@@ -244,7 +244,7 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     `q` has rotated queries q̃, and plain channels after them, (batch, kv_heads, repeat, n, code_dim + plain_dim); pages
     are (batch, kv_heads, N, …).
     """
-    levels = form.levels(pages).to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, D)
+    levels = form.levels(pages).to(q.dtype).flatten(2, 3)  # (batch, kv_heads, N·P, code_dim)
     scale = _token_scale(pages, levels)
     offset = None if pages.offset is None else pages.offset.to(q.dtype).flatten(2, 3)
     scores: Tensor | float = 0.0
@@ -265,7 +265,7 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
 
 
 def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
-    """R·Σ_t p_t·x̂[t], from codes: (batch, kv_heads, repeat, n, D), in rotated coordinates.
+    """R·Σ_t p_t·x̂[t], from codes: (batch, kv_heads, repeat, n, code_dim), in rotated coordinates.
 
     Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]])
 

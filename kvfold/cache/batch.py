@@ -54,7 +54,7 @@ class Appended:
     """What one `append` of a layer made readable, for the attention of the same forward pass."""
 
     layer: "HeldLayer"  # the cache that holds everything else
-    first_column: int  # column of the first new token: what the cache held before
+    first_column: int  # column of the first new token, which is how many columns the cache held before
     columns: int
     # For each of the layer's groups, the dense tokens that the new queries may read. None after a `HeldRows.step`:
     # `dense` then takes those that the rows hold.
@@ -128,11 +128,14 @@ class HeldLayer(ABC):
 
     @abstractmethod
     def observe(self, query: Any, new: Appended, scaling: float | None = None) -> None:
-        """Show the queries of the tokens just appended to formats that are fitted to them; then attention may read."""
+        """Show the newest queries, those of `new`, to formats that are fitted to queries; then attention may read.
+
+        `scaling` is the factor on scores; None: key_dim^−½.
+        """
 
     @property
     def folded_as(self) -> str:
-        """Names of the formats that pages of the longest rows are folded with, "both" or "keys:values"."""
+        """Names of the formats of the longest rows' pages: one name if keys and values share it, else "keys:values"."""
         longest = min(self.groups, key=lambda group: group.padding, default=None)
         if longest is None or longest.bits is None:
             return self.config.format
@@ -172,9 +175,10 @@ class HeldLayer(ABC):
 
     @in_no_mode
     def crop(self, columns: int) -> int:
-        """Keep the first `columns` columns; return the largest count that its rows' `crop` returns.
+        """Keep the first `columns` columns.
 
-        Raises ValueError as `check_crop`.
+        Returns how many kept tokens of a row, at most, go on with folded values although a cache that never held more
+        columns would hold them dense; 0 if the crop leaves no trace. Raises ValueError as `check_crop`.
         """
         if columns >= self.columns:
             return 0

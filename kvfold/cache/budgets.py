@@ -1,9 +1,9 @@
 """Bits of each layer's keys and values, by what folding them costs the model.
 
 Layers differ more than formats do: in SmolLM2, two bits for keys cost a hundred times as much KL in one layer as in
-another (docs/quality.md). Folding one side of one layer with b bits costs about a·4^−b, the error's power, and small
-costs add up. So each bit of a fixed total goes to the side where it lowers the cost most: reverse water-filling
-(Cover and Thomas, Elements of Information Theory, 10.3.3), with whole bits.
+another (docs/quality.md). A side is the keys, or the values, of one layer. Folding it with b bits costs about a·4^−b,
+the error's power, and small costs add up. So each bit of a fixed total goes to the side where it lowers the cost most:
+reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3), with whole bits.
 
 Costs come from a calibration, which knows them all before the first token (`budgeted`), or from the prompt, layer
 after layer as it is read (`PromptBudgets`).
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 class Share(NamedTuple):
     """What one layer got: costs of its keys and values, if known; bits of its sides in kvfold's family; bits left over.
 
-    `left` counts bits times numbers of a token.
+    `left` is, summed over sides: (bits of its format − bits that it got) · (numbers that a token has in it).
     """
 
     costs: tuple[float, ...]
@@ -93,7 +93,7 @@ def bits_in(names: str) -> dict[int, int]:
 
 
 def with_bits(names: str, bits: Mapping[int, int]) -> str:
-    """The names of a layer's formats, "both" or "keys:values", with these bits in the place of `bits_in`'s."""
+    """`names`, one name or "keys:values", with these bits in the place of those that `bits_in` finds."""
     pair = [PRESETS.get(name, name) for name in check_names(names)]
     for number, own in bits.items():
         pair[number] = f"kvfold-{own}" + pair[number][len("kvfold-0") :]

@@ -16,10 +16,14 @@ from kvfold.formats import KeyStatistics
 
 KIND = "kvfold-calibration-1"
 NAMES = ("query_energy", "key_variance")
+"""What a file has of each layer's statistics."""
+ENERGY = "energy"
+"""What it may have, too."""
 
 
 PAGE_SIZE = 64
-"""The keys' variance is taken within pages of this size, whatever the format's: their order hardly depends on it."""
+"""Tokens of the pages within which the keys' variance is taken. A format may have other pages: the order of channels,
+which follows from the variance, hardly depends on the page size."""
 SINKS = 16
 """The first tokens of a text are outliers, and mostly stay dense: they do not count."""
 
@@ -97,12 +101,13 @@ class Calibration:
     losses: Mapping[int, tuple[Loss, ...]] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, float32: `layers.N.query_energy`, `layers.N.key_variance`, and of losses
-        `layers.N.loss`, (sides, 2), KL and channels."""
+        """Write a safetensors file, float32: `layers.N.query_energy`, `layers.N.key_variance`, if it is known
+        `layers.N.energy`, and of losses `layers.N.loss`, (sides, 2), KL and channels."""
         tensors = {}
         for index, statistics in self.layers.items():
-            for name in NAMES:
-                tensors[f"layers.{index}.{name}"] = getattr(statistics, name).float().contiguous().clone()
+            for name in (*NAMES, ENERGY):
+                if (tensor := getattr(statistics, name)) is not None:
+                    tensors[f"layers.{index}.{name}"] = tensor.float().contiguous().clone()
         for index, losses in self.losses.items():
             tensors[f"layers.{index}.loss"] = torch.tensor(losses)
         with replacing(path) as file:
@@ -129,7 +134,7 @@ class Calibration:
                     raise ValueError(f"calibration = {str(path)!r}: of another kind; kvfold calibrate makes one")
                 for key in file.keys():  # noqa: SIM118
                     match = re.fullmatch(r"layers\.(0|[1-9][0-9]{0,4})\.(\w+)", key)
-                    if match is None or match[2] not in (*NAMES, "loss"):
+                    if match is None or match[2] not in (*NAMES, ENERGY, "loss"):
                         raise ValueError(damaged)
                     parts.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(key)
         except SafetensorError:
@@ -138,7 +143,7 @@ class Calibration:
         for tensors in parts.values():
             shapes = {tensor.shape for tensor in tensors.values()}
             right = all(x.dtype == torch.float32 and x.isfinite().all() and (x >= 0).all() for x in tensors.values())
-            if len(tensors) != len(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2 or not right:
+            if tensors.keys() - {ENERGY} != set(NAMES) or len(shapes) != 1 or len(shapes.pop()) != 2 or not right:
                 raise ValueError(damaged)
         layers = {index: KeyStatistics(**tensors) for index, tensors in sorted(parts.items())}
         return cls(layers, about, dict(sorted(losses.items())))

@@ -29,8 +29,9 @@ def keep_tokens(
 ) -> tuple[tuple[PageStore, ...], Tensor]:
     """Stores without the evicted tokens, and former slots of the kept ones.
 
-    `keep` is of the tokens of the first pages, bool, (batch, heads, tokens), True equally often for each head; if pages
-    are folded once more, as often as fills whole pages. All after them stay; the stores hold `held` tokens.
+    `keep` says which tokens of the first pages stay: bool, (batch, heads, tokens), True equally often for each head.
+    Where pages are folded once more, the kept tokens must fill whole pages. Tokens after these pages stay. The stores
+    hold `held` tokens in all.
 
     Tokens keep their codes if pages have neither centres nor channel scales. If one side has them, all its pages from
     the first that loses a token are folded once more, and both sides keep their order.

@@ -16,7 +16,7 @@ from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
 class LayerConfig:
     """How one layer folds its keys and values."""
 
-    format: str  # "both" or "keys:values" (`kvfold.formats.FORMATS`)
+    format: str  # a name for keys and values, or "keys:values" with one each (`kvfold.formats.FORMATS`)
     index: int = 0  # the layer's number, for messages
     # dtype of what stays dense. None: that of the keys if it has 16 bits, else float16.
     dense_dtype: torch.dtype | None = None
@@ -27,8 +27,8 @@ class LayerConfig:
     # Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
     values_of_keys: bool = False
     sharpen: bool = False  # whether attention scales scores as the keys' format says (`Format.sharpness`)
-    # Gives this layer, among others of its cache, bits by its first tokens; None: it has those of its format. Rows of a
-    # batch with equal padding share them.
+    # Decides this layer's bits by a sequence's first tokens; layers of a cache share one object. None: the layer has
+    # its format's bits. Batch rows with equal padding get the same bits.
     budgets: PromptBudgets | None = None
 
     def formats_of(self, key_dim: int, value_dim: int) -> FormatPair:
@@ -91,8 +91,9 @@ def layer_configs(
 ) -> dict[int, LayerConfig]:
     """How the layers of a cache fold, by index; those that stay dense are left out.
 
-    All but `shapes` is as `kvfold.FoldedCache` takes it, and `frequencies` is called for layers whose format undoes
-    RoPE on keys. Raises ValueError if a format does not fit a layer, or the calibration lacks a layer that needs it.
+    `policy`, `calibration`, `dense_dtype` and `sharpen` are as `kvfold.FoldedCache` takes them. `frequencies` is called
+    for layers whose format undoes RoPE on keys. Raises ValueError if a format does not fit a layer, or the calibration
+    lacks a layer that needs it.
     """
     policy = budgeted(policy, calibration, len(shapes))
     full = [index for index, shape in enumerate(shapes) if shape.kind == "full"]

@@ -12,7 +12,8 @@ from kvfold.formats import FormatPair, Window
 from kvfold.formats.page import Pages
 
 Fold = Callable[[FormatPair, Any, Any, int], list[Pages]]
-"""Folds keys and values into pages, as tensors, with tokens from a slot of each stream on; other slots are empty."""
+"""Folds keys and values in the formats given. The number is the first token's slot, counted from the end of the sinks.
+Returns pages of tensors, keys' and values', or the keys' alone if they share pages; slots without a token are empty."""
 
 
 class HeldRows:
@@ -29,7 +30,8 @@ class HeldRows:
                 f"keys have pages of {formats.keys.page_size} tokens, values of {formats.values.page_size}: "
                 "a layer's formats must agree on page_size"
             )
-        # How pages are folded and read; pages of keys and of values, or of keys alone if values are a view of them.
+        # `formats` say how pages are folded and read. `stores` are pages of keys and pages of values, or pages of keys
+        # alone if values are a view of keys.
         self.formats, self.kv_heads, self.stores = formats, kv_heads, stores
         self.schedule = Schedule.of(formats)
         self.fit = PromptFit(formats, self.schedule)
@@ -37,8 +39,8 @@ class HeldRows:
         shared = formats.values.head_dim if formats.shares_pages else None
         self.dense = DenseTokens(self.schedule.window.sinks, shared_dim=shared)
         self.length = self.evicted = 0  # slots that each row holds, and tokens that each of its heads held and forgot
-        # Those of the first folded tokens, int32, (batch, kv_heads, tokens); all after them are at slot + `evicted`.
-        # None if nothing was evicted.
+        # Positions of the first folded tokens, int32, (batch, kv_heads, tokens). The position of every later token is
+        # its slot plus `evicted`. None if nothing was evicted.
         self.positions: Any = None
         # A fast path that appends a token and attends with its query, valid while nothing else here changes. Attention
         # makes it, and `_become` drops it.
@@ -126,12 +128,12 @@ class HeldRows:
         return tuple(store.with_tokens(folded, first) for store, folded in zip(self.stores, pages, strict=True))
 
     def _cleared(self, stores: tuple[PageStore, ...], length: int) -> tuple[PageStore, ...]:
-        """Stores, emptied beyond the first `length` slots: new tokens are added to what is there."""
+        """Stores with the slots of the last page emptied from `length` on: adding a token to a slot needs it empty."""
         page, part = divmod(max(length - self.window.sinks, 0), self.page_size)
         return tuple(store.without_slots(page, part) for store in stores) if part else stores
 
     def _cropped(self, length: int, stores: tuple[PageStore, ...]) -> dict[str, Any]:
-        """What changes besides dense tokens when the first `length` slots stay, and of pages `stores`."""
+        """What to set, besides dense tokens, when rows keep the first `length` slots and, of their pages, `stores`."""
         formats = self.formats
         refits = self.fit.energy is not None and length < self.schedule.fit_tokens
         if refits or length <= self.window.sinks:  # the next tokens are another prompt

@@ -34,9 +34,9 @@ class LayerCache(HeldLayer):
         Keys and values are (batch, kv_heads, n, dim), floating point, finite; the dims may differ. `padding` counts
         padding columns before each row's first token, None for none; it matters for rows that have not started yet.
 
-        Raises ValueError on a NaN or infinity, or a shape, dtype or device that differs from what the cache holds. The
-        cache is unchanged then. Except on CPUs, single tokens are checked when their page is full; until then attention
-        over a NaN or infinity gives NaN.
+        Raises ValueError on a NaN or infinity, or a shape, dtype or device that differs from what the cache holds, and
+        TypeError on numbers that are not floating point. The cache is unchanged then. Except on CPUs, single tokens are
+        checked when their page is full; until then attention over a NaN or infinity gives NaN.
         """
         before = self.state()
         try:

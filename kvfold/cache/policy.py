@@ -16,16 +16,23 @@ class Policy:
     Attributes
     ----------
     format
-        "both" or "keys:values", for every layer without an exception; "dense" folds none.
+        The format of every layer without an exception: one name for keys and values ("kvfold-4"), or one of each
+        ("kvfold-4:turboquant-3"). "dense" folds no layer.
     dense_first, dense_last
         How many layers at the start and the end of the model stay dense.
     exceptions
-        Formats of single layers, (layer index, format) pairs; "dense" keeps a layer dense.
+        Formats of single layers, (layer index, format) pairs; negative indices count from the last layer. "dense" keeps
+        a layer dense.
     window
         What stays dense in folded layers, overriding their formats; tokens then fold by whole pages.
     budgets
         Whether bits of kvfold's formats differ by layer, with about the same total: by a calibration's losses, or else
         by the prompt's first tokens, in kvfold-4 and below (docs/quality.md). Layers with an exception keep it.
+
+    Raises
+    ------
+    ValueError
+        On an unknown format, or a value of the wrong kind. A layer that the model lacks raises when a cache is made.
     """
 
     format: str

@@ -82,7 +82,8 @@ class CacheReport:
     layers
         One entry a layer.
     shared_bytes
-        Bytes of tables that layers share: rotations and level tables.
+        Bytes of all that is no layer's own: rotations and level tables, which layers share, and beside them orders of
+        channels, calibration statistics, token ids, and the statistics of an eviction policy.
     held_bytes
         Every byte that the cache owns.
     values

@@ -91,7 +91,7 @@ class FoldedRows(HeldRows):
         return self.schedule.only_joins(n, *held, self.formats.awaits_fit)
 
     def _joined(self, key: Tensor, value: Tensor, dtypes: Dtypes) -> bool:
-        """Write tokens behind those held if they only extend them. Returns whether it did; if not, none are held."""
+        """Write tokens behind those held if they only extend them; return whether it did. If not, none is added."""
         n = key.shape[2]
         if not self.only_joins(n):
             return False

@@ -1,8 +1,8 @@
 """When tokens fold, and what a query reads folded: whole numbers only.
 
 Rows hold slots, which count from 0. The first `sinks` slots stay dense. After them lie pages of P tokens: page n takes
-slots sinks + n·P to sinks + (n+1)·P. A page folds once `recent` tokens follow it, and its dense copy is dropped once
-`undo` more do.
+slots sinks + n·P to sinks + (n+1)·P. A page is ripe, and folds, once `recent` tokens follow it. Its dense copy is
+dropped once `undo` more do.
 
 What a query reads does not depend on how the tokens came. A query at position t reads a page folded if the page was
 ripe when t was the newest token, and dense otherwise. So a whole prefill, a chunked prefill and single steps agree.
@@ -79,10 +79,11 @@ class Schedule:
         return self.tail_start(length + n, evicted, pages) <= tail_start
 
     def reads(self, n: int, length: int, evicted: int, dense_start: int, causal: bool) -> tuple[list[int], list[int]]:
-        """For the newest `n` tokens as queries, the slots up to which each reads folded tokens, and any tokens.
+        """For each of the newest `n` tokens as a query: the slots at which it stops reading folded, and stops reading.
 
-        Heads forgot `evicted` tokens. Slots from `dense_start` on can be read dense; all queries read earlier ones
-        folded. If `causal`, a query reads nothing after itself; else a mask decides alone.
+        Sinks aside, a query reads the slots below both numbers folded, and the slots from the first number to before
+        the second dense. Heads forgot `evicted` tokens. Slots from `dense_start` on can be read dense; all queries read
+        earlier ones folded. If `causal`, a query reads nothing after itself; else a mask decides alone.
         """
         held = range(length - n + 1, length + 1)  # slots held when each of them was the newest
         stop = list(held) if causal else [length] * n

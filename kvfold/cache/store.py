@@ -18,8 +18,8 @@ GROWTH = 32
 class PageStore:
     """Pages of one stream (the keys or the values of a layer), in storage that is reserved ahead of need.
 
-    A store does not change; adding pages makes another. Both may share storage, as new pages are written behind those
-    held.
+    Adding pages makes another store. Both may share storage, as new pages are written behind those held. Two methods
+    write to held pages, and so change older stores, too: `with_tokens` fills free slots, `without_slots` empties slots.
     """
 
     form: PageForm  # how pages are read
@@ -53,10 +53,11 @@ class PageStore:
         return replace(self, count=self.count + added, storage=storage)
 
     def with_tokens(self, pages: Pages, first: int) -> Self:
-        """With the tokens of part-full pages in the free slots from page `first` on, which may be part full here.
+        """With the tokens of `pages` in the same slots of the pages from page `first` on.
 
-        No other method adds tokens to held pages. Unused slots are zero on both sides, so codes are combined by OR, and
-        scales by addition. For formats that fold token by token: their pages have no metadata to combine.
+        Held pages among those are written in place; their slots must be free. Pages that are not held yet are added.
+        Unused slots are zero in `pages` and here, so codes are combined by OR, and scales by addition. Only for formats
+        that fold token by token: their pages have no metadata to combine.
         """
         added = first + pages.code.shape[PAGE_DIM] - self.count
         grown = self

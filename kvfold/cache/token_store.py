@@ -17,7 +17,7 @@ class TokenStore:
     Parameters
     ----------
     format
-        "both", "keys:values", or the name of a pair (`kvfold.formats.PAIRS`).
+        One name for keys and values, "keys:values" with a name for each, or a pair's name (`kvfold.formats.PAIRS`).
     layers, kv_heads, head_dim
         The model's.
 
@@ -47,13 +47,17 @@ class TokenStore:
 
         Parameters
         ----------
+        layer
+            The layer's index, from 0.
         key, value
             Floating point, finite, (kv_heads, head_dim) or (kv_heads, tokens, head_dim).
 
         Raises
         ------
         ValueError
-            On another shape, a NaN or an infinity; nothing is added then.
+            On an index of no layer, another shape, a NaN or an infinity; nothing is added then.
+        TypeError
+            If the key or the value is not floating point; nothing is added then.
         """
         own = self._layer(layer)
         parts = []

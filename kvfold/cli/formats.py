@@ -35,8 +35,8 @@ def formats(
     Any of these names goes wherever a format is asked for; keys:values, such as kvfold-4:turboquant-3, gives
     keys and values one each. Other bits (1 to 8), residuals and page sizes are named the same way:
     kvfold-5, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
-    kvfold's keys are fitted to the first 256 tokens of a prompt, which stay dense until then, or by `kvfold calibrate`;
-    layers' bits go by the same.
+    kvfold's keys are fitted to the first 256 tokens of a prompt, or to a text by `kvfold calibrate`. The same tokens
+    decide how many bits each layer gets. Without a calibration nothing folds before they are there.
     --blocks lists formats whose bytes other systems define, and pairs by the names that they give them.
     """
     names = OF_OTHERS if blocks else FORMATS

@@ -247,8 +247,9 @@ def _beside_bf16(ratio: float) -> str:
 def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> FoldedCache:
     """The cache in a file, cropped to what it holds of the prompt `ids` (1, T); `fresh` if there is no use for it.
 
-    The last token of the prompt is left out: it is read to be answered. A file is refused that is of another kind, or
-    would lose what it holds to a prompt of whose first `document` tokens it does not have all.
+    The last token of the prompt is left out: it is read to be answered. Raises ValueError if the file is of another
+    kind. Also if it holds another document, which saving would overwrite: then it lacks some of the prompt's first
+    `document` tokens.
     """
     loaded = FoldedCache.load(path, fresh.text_config)
     if loaded.ids is None or loaded.ids.shape[0] != 1:

@@ -87,8 +87,9 @@ class LayerComparison:
     scale_error: float | None
     """Mean of |s_a − s_b| / |s_a| over keys and values."""
     hidden_cosine: float
-    """Cosine of the layer's output: the mean, and below the smallest, over tokens."""
+    """Mean over tokens of the cosine between the layer's two outputs."""
     hidden_cosine_min: float
+    """The smallest of these cosines."""
     key_bits: tuple[float, float] | None = None
     value_bits: tuple[float, float] | None = None
 

@@ -41,7 +41,8 @@ class SpeedRow:
     throughput_tok_s: float
     """New tokens over all time, the prompt's included."""
     decode_ratio: float
-    """The dense cache's median step over this one's; steps alternate, so that both see the same machine."""
+    """The median over steps of the dense cache's time divided by this one's; steps alternate, so that both see the same
+    machine."""
     held_bytes: int
     """Every byte that the cache owns at the end."""
     peak_bytes: int | None

@@ -47,8 +47,9 @@ class Budgets:
     pass_pct: float = 5.0
     warn_abs: float = 1.0
     lossless_pct: float = 0.5
-    """What a stage of the ablation may change: perplexity in percent, and below KL(dense ‖ folded) a token in nats."""
+    """By how many percent a stage of the ablation may change perplexity."""
     lossless_kl: float = 0.005
+    """The largest KL(dense ‖ folded) a token, in nats, that a stage of the ablation may have."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -73,7 +74,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Config:
-    """What a run folds into: a family's bits of a code, 16 for float16; those of keys include their residual's."""
+    """The formats of a run, all of one family. Bits are those of a code, 16 for float16; a residual's bit is one of the
+    keys' bits."""
 
     family: str
     key_bits: int
@@ -156,9 +158,9 @@ class StageFailed(ValueError):
 
 @dataclass(frozen=True)
 class Steps:
-    """What the staircase tries, in its order; of bits, what lies below the first "fail" is not run.
+    """What the staircase tries, one field after the other. Once bits fail, fewer bits are not run.
 
-    Page sizes and residuals are tried beside those of the first steps (64, "none"). None: all that the family takes.
+    Page sizes are tried beside 64, and residuals beside "none". `residuals` None: all that the family takes.
     """
 
     key_bits: Sequence[int] = (8, 6, 5, 4, 3, 2)

@@ -13,7 +13,7 @@ from kvfold.formats.numbers import real, whole
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Eviction):
-    """The first tokens and the newest (arXiv 2309.17453)."""
+    """Keeps the first tokens and the newest, and evicts those between (arXiv 2309.17453)."""
 
     def scores(self, candidates: Candidates) -> Tensor:
         return candidates.positions.float()
@@ -21,7 +21,7 @@ class StreamingLLM(Eviction):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Eviction):
-    """Tokens that the newest queries look at, and their neighbours (after arXiv 2404.14469).
+    """Keeps tokens that the newest queries attend to, and their neighbours (after arXiv 2404.14469).
 
     The original chooses once, after the prompt; this one at every trigger.
 

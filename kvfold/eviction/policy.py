@@ -57,7 +57,8 @@ class Eviction(ABC):
     Attributes
     ----------
     budget
-        Tokens that a head keeps in a layer, dense ones included. Where whole pages go or fold, it keeps up to 63 fewer.
+        Tokens that a head keeps in a layer, dense ones included. Where whole pages go or fold, it may keep fewer, by
+        less than a page: up to 63 with pages of 64 tokens.
     keep_first
         How many first tokens of a sequence stay whatever their scores; a prompt's length keeps the prompt. Formats keep
         some of them dense by themselves.
@@ -74,7 +75,7 @@ class Eviction(ABC):
         0: the highest scores stay (the paper's policy). Else the sequence between the first and the newest tokens is
         cut into so many parts, and each keeps an equal share.
     unit
-        What goes: whole "page"s of 64 tokens, by the mean of their scores plus twice their deviation; or single
+        What goes: whole "page"s of the format, by the mean of their scores plus twice their deviation; or single
         "token"s. Whole pages keep neighbours together, which a model needs to repeat what it read, and nothing in them
         moves. If single tokens go and pages have centres or channel scales ("kvfold", "centred"), the page that loses
         tokens and those after it are folded again at each trigger.
@@ -201,7 +202,10 @@ def _share(units: Sequence[_Units], mode: Mode) -> None:
 
 
 def _by_segments(scores: Tensor, start: Tensor, first: int, stop: int, segments: int, quota: int) -> Tensor:
-    """Scores raised so that each of `segments` equal parts of first … stop keeps its best `quota`; then the best."""
+    """Scores raised so that each of `segments` equal parts of first … stop keeps its best `quota` units.
+
+    Places that are left go to the highest scores of all others.
+    """
     part = ((start - first).clamp_min(0) * segments // max(stop - first, 1)).clamp_max(segments - 1)
     finite = scores.masked_fill(scores.isinf(), 0)
     lift, lifted = finite.amax() - finite.amin() + 1, scores.clone()

@@ -1,8 +1,14 @@
 """Statistics of a model's queries before RoPE, and the TRIA file that holds them.
 
-A file of version 1 or 2, little-endian: 0 u32 magic, u32 version; 8 u32 layers, heads, kv_heads, head_dim, pairs;
-28 f32 rope_theta, f32 attn_scale; 36 to 63 zero; version 2: 64 f32[layers] budget scales; then for each layer and head
-f32[pairs] each of Re E[q], Im E[q], E|q| and |E q|/E|q|.
+A file of version 1 or 2 is little-endian. By byte offset it has
+
+    0    u32 magic, u32 version
+    8    u32 layers, heads, kv_heads, head_dim, pairs
+    28   f32 rope_theta, attn_scale
+    36   28 zeros
+    64   in version 2: f32[layers] budget scales
+
+and then, for each layer and head, f32[pairs] each of Re E[q], Im E[q], E|q| and |E q|/E|q|.
 """
 
 import os
@@ -32,7 +38,8 @@ class QueryStatistics:
     heads, kv_heads
         Of the model.
     head_dim
-        Channels that RoPE turns, 2F.
+        Channels of a head, 2F or more. `measure_queries` writes 2F, the channels that RoPE turns; `FoldedCache` refuses
+        a policy whose statistics have more.
     rope_theta, attn_scale
         Of the model, as recorded when it was measured; the F frequencies are θ^(−f/F) if RoPE is not scaled.
     tables

@@ -60,7 +60,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A named way to choose R, z, S, s, a, lut and bits of the page form.
+    """A named way to choose R, z, S, s, a, lut and bits of the page form (`kvfold.formats.page` says what they are).
 
     Subclasses say how a page's tokens become codes (`encode`); `fold_from` makes pages of them, and may call one kernel
     for both.
@@ -191,7 +191,7 @@ class Format(ABC):
         return pages
 
     def fold_into(self, x: Tensor, places: Places) -> None:
-        """Fold whole pages, (1, heads, tokens, head_dim), by GPU kernels, with each part written to its place."""
+        """Fold whole pages, (1, heads, tokens, head_dim), and write each part to its place, on the device of `x`."""
         for name, tensor in self.fold_from(x).tensors():
             places.store(name, tensor)
 

@@ -21,8 +21,9 @@ RESIDUAL_SEED = 1
 class Corrected(Wrapped):
     """b bits as (b − 1)-bit codes of another format and a sign of the remainder for each coordinate.
 
-    Signs are channels D … 2D of the page form: a second channel group with a scale of its own, two levels,
-    and R⁻¹ = [R⁻¹, R⁻¹·Mᵀ]. So the page grows wider, and code that reads pages needs no change.
+    M is the residual's matrix (`kvfold.quant.residuals`). Signs are channels D to 2D − 1 of the page form: a second
+    scale group, with two levels. In the place of the other format's R⁻¹, the form has [R⁻¹, R⁻¹·Mᵀ]. So the page grows
+    wider, and code that reads pages needs no change.
     """
 
     residual: str

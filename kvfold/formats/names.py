@@ -100,8 +100,9 @@ class Name:
     """Makes the format, given head_dim, lanes and perhaps page_size."""
     page_size: int | None = None
     block: str | None = None
-    """The name in `BLOCKS`, and below the number of the block if the name has one ("2" in "tbq3_2")."""
+    """The name in `BLOCKS`, if it is a block format's."""
     suffix: str | None = None
+    """The number behind that name, if there is one: "2" in "tbq3_2"."""
 
 
 @lru_cache(maxsize=None, typed=True)  # 64.0 is no head_dim, though it equals 64
@@ -111,7 +112,7 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
     Parameters
     ----------
     name
-        One of `FORMATS`, `PRESETS` or `BLOCKS`, or any other of `GRAMMAR`.
+        One of `FORMATS`, `PRESETS` or `BLOCKS`, or any other name of the forms in `GRAMMAR` and `OTHERS`. No pair.
     head_dim
         D, a multiple of 8 from 8 to 1,024.
     lanes
@@ -139,7 +140,10 @@ def get_format(name: str, head_dim: int, *, lanes: Lanes = "tokens") -> Format:
 
 
 def check_names(names: str) -> tuple[str, str]:
-    """Names of the key and the value format in "both" or "keys:values"; raise if one is unknown."""
+    """Names of the key format and the value format, from one name for both or from "keys:values".
+
+    Raises ValueError if a name is unknown, or the two have pages of different sizes.
+    """
     if not isinstance(names, str):
         raise ValueError(f"format = {names!r}: give a name, or keys:values")
     parts = PAIRS.get(names, names).split(":")

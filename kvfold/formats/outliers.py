@@ -57,8 +57,8 @@ class Outliers(Ordered):
     def fitted(self, statistics: KeyStatistics) -> "Outliers":
         if statistics.energy is None:
             raise ValueError(
-                "the calibration does not tell of channels' energy, by which outliers are found: leave it out, and "
-                "each prompt decides"
+                "the calibration does not tell of channels' energy, by which outliers are found: make it anew with "
+                "kvfold calibrate, or leave it out, and each prompt decides"
             )
         return replace(self, order=statistics.energy.argsort(dim=-1, descending=True, stable=True).to(torch.int16))
 

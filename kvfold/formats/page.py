@@ -4,7 +4,10 @@ For one head, a page of P tokens stands for
 
     x̂[t] = R⁻¹ · ( z  +  a[t,g]  +  s[t,g] · S ⊙ lut[ code[t] ] )
 
-`Pages` holds what differs from page to page; R and lut belong to the format (`PageForm`).
+for token t and each scale group g of channels, which share a and s. `Pages` holds what differs from page to page: the
+centre z, offsets a, scales s, channel scales S and codes. R and the levels lut belong to the format (`PageForm`).
+
+In shapes, N counts pages, T tokens, D channels of a vector, code_dim those of a code, and G scale groups.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +33,7 @@ class TokenCodes:
     Attributes
     ----------
     code
-        uint8, (…, T, D).
+        uint8, (…, T, code_dim): D channels, or more where a residual adds its own.
     scale, offset
         s, float16 or float32, and a, float16: (…, T, G); both may be absent, `offset` alone too (s = 1, a = 0).
     plain
@@ -184,7 +187,7 @@ class PageForm:
         return torch.cat((self.transform.apply_to_query(q[..., : -self.plain_dim]), q[..., -self.plain_dim :]), -1)
 
     def pack(self, tokens: TokenCodes) -> Pages:
-        """Pack tokens (…, N, P, D), whole pages, with page metadata (…, N, D)."""
+        """Pack tokens (…, N, P, code_dim), whole pages, with page metadata (…, N, D)."""
         parts = {field.name: getattr(tokens, field.name) for field in fields(tokens) if field.name != "code"}
         for name in ("scale", "offset"):
             held = 0 if parts[name] is None else parts[name].shape[-1]
@@ -194,12 +197,12 @@ class PageForm:
         return Pages(code=code, tokens=tokens.code.shape[-3] * self.page_size, **parts)
 
     def unpack(self, pages: Pages) -> TokenCodes:
-        """Undo `pack`: tokens (…, N, P, D)."""
+        """Undo `pack`: tokens (…, N, P, code_dim)."""
         parts = {field.name: getattr(pages, field.name) for field in fields(TokenCodes) if field.name != "code"}
         return TokenCodes(ops.unpack(pages.code, self.page_size, self.code_dim, list(self.bits), self.lanes), **parts)
 
     def levels(self, pages: Pages) -> Tensor:
-        """S ⊙ lut[code]: float32, (…, N, P, D). The only place where codes are looked up."""
+        """S ⊙ lut[code], at length 1 before S if `unit_levels`: float32, (…, N, P, code_dim)."""
         lut = on(pages.code.device, self.lut)
         levels = ops.unpack_levels(pages.code, lut, self.page_size, self.code_dim, list(self.bits), self.lanes)
         if self.unit_levels:

@@ -67,7 +67,7 @@ class FormatPair:
 def get_formats(
     names: str, key_dim: int, value_dim: int, window: Window | None = None, *, values_of_keys: bool = False
 ) -> FormatPair:
-    """Formats of keys and values from "both" or "keys:values", such as "kvfold-4:turboquant-3".
+    """Formats of keys and values by name, such as "kvfold-4" for both or "kvfold-4:turboquant-3" for one each.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ SUFFIXES = {256: ("0",), 512: ("0",), 128: ("1",), 64: ("2", "3"), 576: ("4",)}
 """Numbers of the TBQ blocks of each head dimension."""
 
 KEYS_ONLY = {"tbqp3": "tbq3", "tbqp4": "tbq4", "amx3": "tbq3", "tbqx3": "tbq3"}
-"""The formats that values get instead of those that only correct or score keys."""
+"""Formats whose extra bits only serve scores of keys, and for each the format that values get in its place."""
 
 
 class Block(NamedTuple):

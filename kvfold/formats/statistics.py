@@ -28,7 +28,7 @@ class KeyStatistics:
     key_variance
         Mean variance of k_c within a page, of the same shape.
     energy
-        E[k_c²], of the same shape; None if it is not known, as from a calibration.
+        E[k_c²], of the same shape. None if it is not known, as in statistics from a file that does not hold it.
     """
 
     query_energy: Tensor

@@ -27,7 +27,7 @@ class TBQ(BlockFormat):
     D = 512 has one H and a d for each half. D = 576 is an MLA key: a latent of 512 and 64 rotary channels, which stay
     float16. With `signs`, a code has one bit less, and each coordinate has a sign bit for the remainder. Up to D = 128
     that is the sign of the coordinate's remainder ("direct sign"), above it the sign after a second Hadamard transform
-    (QJL).
+    (QJL). With `signs`, both halves of D = 512 take the d of the whole vector.
     """
 
     signs: bool = False

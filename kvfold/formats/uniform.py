@@ -21,8 +21,9 @@ _HEADER = struct.Struct("<iBHBH")
 
 @dataclass(frozen=True)
 class Uniform(BlockFormat):
-    """x̂ = R⁻¹·(s·code). R flips signs, then applies a Walsh–Hadamard transform to the largest power of two of
-    coordinates. Codes are symmetric whole numbers, and s = max|y|/(2^(b−1) − 1) for each 32 coordinates, float16.
+    """x̂ = R⁻¹·(s·code). R flips signs, then applies a Walsh–Hadamard transform to the first 2^k coordinates, for the
+    largest 2^k up to D. Codes are symmetric whole numbers, and s = max|y|/(2^(b−1) − 1) for each 32 coordinates,
+    float16.
 
     The residual is a sign of each remainder and their root mean square ("QJL" in SKaiNET, though nothing is projected).
     A block holds seed, bits, count and the residual's bits and count; then s and codes; then the residual's s and

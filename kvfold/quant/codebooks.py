@@ -186,7 +186,10 @@ def on_grid(levels: Sequence[float]) -> tuple[float, ...]:
 
 @cache
 def even_flat_levels(bits: int) -> tuple[float, ...]:
-    """The evenly spaced levels with the least error on the density of `flat_levels`; at 7 bits 1.5 times theirs."""
+    """The evenly spaced levels with the least error on the density of `flat_levels`.
+
+    At 7 bits their error is 1.5 times that of `flat_levels`.
+    """
     from scipy.optimize import brentq  # here, as it takes long to import
 
     _check_bits(bits)

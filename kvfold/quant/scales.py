@@ -1,8 +1,8 @@
 """Which scale to store with a vector's codes.
 
 A folded vector reads as x̂ = s·c, with c the levels that its codes name. The codes are chosen for the
-unit vector; the scale s is then free, and each rule below optimises something else
-(at d = 128 and 4 bits, d·variance of ⟨y, x̂⟩ is .0094 / .0092 / .0093 for raw / least squares / EDEN).
+unit vector; the scale s is then free, and each rule below optimises something else. At d = 128 and 4 bits, d times the
+variance of ⟨y, x̂⟩, for a random unit vector y, is .0094 with raw, .0092 with least_squares and .0093 with eden.
 """
 
 from collections.abc import Callable

@@ -20,11 +20,15 @@ from kvfold.quant.tables import on
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """x ↦ R·x for row vectors, its inverse, and what it does to queries; R is float32, (D, D)."""
+    """x ↦ R·x for row vectors, the map back, and what it does to queries; R is float32, (code_dim, D).
+
+    Without a residual, code_dim is D and the map back is R⁻¹. A residual adds rows to R for its own channels. The map
+    back, (D, code_dim), then adds up what codes and signs stand for. It is no inverse, but is still written R⁻¹.
+    """
 
     matrix: Tensor
     general_inverse: Tensor | None = None
-    """R⁻¹; None if R is orthogonal."""
+    """The map back, (D, code_dim); None if R is orthogonal, as the map back is R transposed then."""
 
     def __post_init__(self) -> None:
         for name in ("matrix", "general_inverse"):  # kernels read them by address
@@ -33,7 +37,7 @@ class Transform:
 
     @property
     def inverse(self) -> Tensor:
-        """R⁻¹, shape (D, D), float32."""
+        """The map back, written R⁻¹: float32, (D, code_dim)."""
         return self.matrix.mT if self.general_inverse is None else self.general_inverse
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -45,13 +49,13 @@ class Transform:
         return x @ on(x.device, self.matrix, x.dtype).mT
 
     def invert(self, y: Tensor) -> Tensor:
-        """R⁻¹·y for every row of `y` (…, D)."""
+        """R⁻¹·y for every row of `y` (…, code_dim)."""
         if self.general_inverse is None:
             return y @ on(y.device, self.matrix, y.dtype)
         return y @ on(y.device, self.general_inverse, y.dtype).mT
 
     def apply_to_query(self, q: Tensor) -> Tensor:
-        """q̃ = R⁻ᵀ·q, so that q̃·(R·x) = q·x, for every row of `q` (…, D)."""
+        """q̃ = R⁻ᵀ·q for every row of `q` (…, D), so that q̃·y = q·(R⁻¹·y) for coordinates y (…, code_dim)."""
         if self.general_inverse is None:
             return q @ on(q.device, self.matrix, q.dtype).mT
         return q @ on(q.device, self.general_inverse, q.dtype)

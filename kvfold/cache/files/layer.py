@@ -6,6 +6,7 @@ import torch
 
 from kvfold.cache.batch import HeldLayer, RowGroup
 from kvfold.cache.budgets import PromptBudgets, bits_in, choice, with_bits
+from kvfold.cache.calibration import ENERGY, NAMES
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.contents import FLOATS, Contents, dtype_name
 from kvfold.cache.files.rows import rows_from_saved, rows_to_saved
@@ -37,7 +38,8 @@ def layer_to_saved(layer: HeldLayer) -> Contents:
         }
     )
     if statistics is not None:
-        saved.tensors = {"query_energy": statistics.query_energy, "key_variance": statistics.key_variance}
+        known = {name: getattr(statistics, name) for name in (*NAMES, ENERGY)}
+        saved.tensors = {name: tensor for name, tensor in known.items() if tensor is not None}
     for number, group in enumerate(layer.groups):
         part = rows_to_saved(group.rows)
         part.data |= {"batch_rows": group.batch_rows.tolist(), "padding": group.padding}
@@ -70,7 +72,9 @@ def _config_from_saved(saved: Contents, index: int) -> LayerConfig:
     statistics = frequencies = None
     if saved.take("calibrated", bool):
         variance = saved.tensor("key_variance", FLOATS.values(), (None, None))
-        statistics = KeyStatistics(saved.tensor("query_energy", FLOATS.values(), tuple(variance.shape)), variance)
+        like = FLOATS.values(), tuple(variance.shape)
+        energy = saved.tensor(ENERGY, *like) if ENERGY in saved.tensors else None
+        statistics = KeyStatistics(saved.tensor("query_energy", *like), variance, energy)
     if not saved.lacks("frequencies"):
         frequencies = tuple(saved.take("frequencies", list))
         if any(type(f) is not float or not isfinite(f) for f in frequencies):

@@ -55,7 +55,8 @@ class Part:
 class PageLayout:
     """Keys and values of one page of one KV head as one run of bytes: codes, then numbers, wider dtypes first.
 
-    The formats are not fitted to heads. `keys` and `values` are the parts of each side, `used` the bytes of a page.
+    Give `formats` as they were before they were fitted: a fitted format has tables for each head, and folds no single
+    page. `keys` and `values` are the parts of each side, `used` the bytes of a page.
     """
 
     def __init__(self, formats: FormatPair) -> None:

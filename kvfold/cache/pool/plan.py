@@ -13,7 +13,7 @@ class Slots:
     """Slots of the tails: one for each unfinished page of a live sequence, by the page's number.
 
     A page belongs to one sequence at a time, which writes it from its first token on without gaps. So a page that is
-    begun anew has a new owner, and an unfinished page without a slot is an error, never a guess.
+    begun again has a new owner. A sequence that goes on in a page without a slot has lost tokens: that is an error.
     """
 
     def __init__(self, count: int) -> None:
@@ -110,7 +110,8 @@ def plan(
 
     `starts` has the first new token of each sequence in the batch, and the end of the last: (sequences + 1). `lengths`
     counts the tokens of each sequence, new ones included. `block_table` has block numbers, (sequences, blocks); entries
-    beyond a sequence's length are ignored. Raises RuntimeError if the tokens of an unfinished page are not there.
+    beyond a sequence's length are ignored. Raises RuntimeError if the tokens of an unfinished page are not there, or no
+    slot is free.
     """
     slots.begin_step()
     rows: list[tuple[int, int, int, int, int]] = []

@@ -72,7 +72,7 @@ class Outcome:
     answer
         The last reply.
     score
-        In [0, 1]: 1 for a right answer. First divergence: the share of tokens before it.
+        In [0, 1]: 1 for a right answer. In the task "divergence": the share of tokens before the first that differs.
     detail
         A note on the score, such as where a loop began.
     tokens

@@ -40,7 +40,7 @@ class Loops(Task):
     """Conversations of six turns; a reply that ends in the same words over and over is a failure."""
 
     reply: int = 100
-    """Most tokens of one."""
+    """Most tokens of a reply."""
 
     name = "loops"
     summary = "conversations of six turns that do not fall into a loop"

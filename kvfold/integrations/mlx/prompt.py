@@ -50,8 +50,8 @@ def mlx_answer(
 ) -> Answer:
     """Read `ids` (1, T) into an empty cache, and answer; greedy at temperature 0.
 
-    Whoever set a limit of wired memory says so by `wired`, and it stays. `progress` is called with how many tokens of
-    the prompt have been read, and how many are to be, `say` with each piece of text.
+    `wired` says whether the caller has set a limit of wired memory; that limit then stays. `progress` is called with
+    how many tokens of the prompt have been read and how many it has. `say` is called with each piece of text.
     """
     said: list[int] = []
     detokenizer, start = tokenizer.detokenizer, time.perf_counter()

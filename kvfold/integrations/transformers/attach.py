@@ -209,7 +209,10 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_its_name(forward: Callable[..., Any], cache: FoldedCache, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments, with the cache renamed if it has its name of another release of transformers."""
+    """Keyword arguments, with the cache under the name that `forward` has for it.
+
+    A caller may give it under the name of another release of transformers (`cache` or `past_key_values`).
+    """
     given = next((name for name, x in kwargs.items() if x is cache), None)
     name = cache_name(forward)
     names = ("cache", "past_key_values")

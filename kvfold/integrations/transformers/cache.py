@@ -59,11 +59,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
         dtype of the tokens that stay dense. None: the model's if it has 16 bits, else float16.
     calibration
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
-        fitted, such as "kvfold-4". None: statistics come from the first 256 tokens of each sequence, which stay dense
-        until then. They also choose the bits of each layer, as does a calibration with losses
-        (`kvfold.measure_losses`): with "kvfold-3" each layer's keys, and its values, have 2, 3 or 4 bits, and 3 on
-        average. Sequences of one length in a batch share bits; a policy with `budgets=False` gives all layers equal
-        bits.
+        fitted, such as "kvfold-4". None: statistics come from the first 256 tokens of each sequence, and nothing of it
+        folds before it has that many. These first tokens also choose the bits of each layer; with a calibration its
+        losses do, if it has them (`kvfold.measure_losses`). With "kvfold-3" each layer's keys, and its values, have 2,
+        3 or 4 bits, and 3 on average. Sequences of one length in a batch share bits. A policy with `budgets=False`
+        gives all layers equal bits.
     sharpen
         Whether attention scales scores to offset the effect of tbq and tbqp codes of keys (head_dim 64 and 256).
     eviction
@@ -72,7 +72,12 @@ class FoldedCache(Cache):  # type: ignore[misc]
     Raises
     ------
     ValueError
-        On an unknown format, one that cannot take the config's head_dim, or an encoder-decoder config.
+        On an unknown format, one that cannot take the config's head_dim, an encoder-decoder config, both a format and a
+        policy, or a calibration or eviction policy that does not fit the model.
+    TypeError
+        If the config, the policy or the eviction policy is of another class.
+    FileNotFoundError
+        If there is no such calibration file.
 
     Examples
     --------
@@ -223,7 +228,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
             return super().update_indexer(indexer_key_states, layer_idx, *args, **kwargs)
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """As transformers' own; models write to what it gives."""
+        """As transformers' own; models write to the tensor that it returns, so this counts as a change of the layer."""
         self.passes.touch(layer_idx, ("conv", *args, *kwargs.values()))
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
@@ -267,6 +272,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             If this cache is of another model's config, or was loaded from a file and another model filled it.
+        RuntimeError
+            If an earlier pass of a model that is not attached did not get to its last layer.
         """
         mine, theirs = self.text_config, model.config.get_text_config(decoder=True)
         if (mine.model_type, mine.num_hidden_layers) != (theirs.model_type, theirs.num_hidden_layers):

@@ -33,7 +33,10 @@ def fingerprint(model: nn.Module) -> dict[str, str] | None:
 
 
 class Origin:
-    """The model that filled a cache: a weak reference, or the fingerprint from a file, which the next must have."""
+    """The model that filled a cache: a weak reference to it, or its fingerprint from a file.
+
+    A model that goes on with a loaded cache must have that fingerprint.
+    """
 
     def __init__(self, saved: dict[str, str] | None = None) -> None:
         self.saved = saved
@@ -62,7 +65,11 @@ class Origin:
         self._model = weakref.ref(model)
 
     def fingerprint(self) -> dict[str, str] | None:
-        """The model's fingerprint; None if it was never seen, or is gone."""
+        """The fingerprint of the model that filled the cache.
+
+        If none was seen, or the model is gone: the fingerprint from the file, None without a file. Also None if weights
+        are offloaded.
+        """
         model = None if self._model is None else self._model()
         return self.saved if model is None else fingerprint(model)
 

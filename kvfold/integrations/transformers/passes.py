@@ -98,9 +98,10 @@ class Passes:
         return max((i for i, layer in enumerate(self._layers) if is_touched(i, layer)), default=None)
 
     def forget_unended(self) -> None:
-        """Roll back a pass of a model that is not attached, if it never ended: nothing announces its end.
+        """Let go of the last pass of a model that is not attached.
 
-        Raises RuntimeError if it had not ended: the model has read this cache's length already.
+        If that pass never ended, it is rolled back, and RuntimeError is raised: the model that begins a pass now has
+        already read this cache's length, which included the tokens that are rolled back.
         """
         if self.is_under_way:
             self.roll_back()

@@ -91,7 +91,7 @@ def answer(
 
 
 def _refuse_no_numbers(ids: Tensor, scores: Tensor) -> Tensor:
-    """Scores as they are; raises ValueError on a NaN or an infinity, by which no token can be chosen."""
+    """Scores as they are; raises ValueError on a NaN or +∞, by which no token can be chosen (−∞ only bars a token)."""
     if scores.isnan().any() or (scores == torch.inf).any():
         raise ValueError(
             "the model's predictions hold a NaN or an infinity: its weights are damaged, or its dtype has too small a "

@@ -16,7 +16,7 @@ FOLDING = ("full_attention", "attention")
 class Options:
     """The options under "kvfold" in vLLM's additional config."""
 
-    format: str = DEFAULT  # "both" or "keys:values" (`kvfold.formats.FORMATS`)
+    format: str = DEFAULT  # a name for keys and values, or "keys:values" with one each (`kvfold.formats.FORMATS`)
     # Path of a file of `kvfold calibrate`. None: the engine measures statistics for formats that are fitted at its
     # start.
     calibration: str | None = None

@@ -21,7 +21,7 @@ inline std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 
 struct Side {
   const std::uint8_t* code = nullptr;
   std::size_t code_batch = 0, code_head = 0;
-  PageShape shape{};  // head_dim is the width of a code; bits is null for pages of float16 numbers
+  PageShape shape{};  // head_dim: channels of a code, not of a vector; bits: null for pages of float16 numbers
   std::size_t page_bytes = 0;     // from the codes of one page to those of the next
   std::size_t skipped_bytes = 0;  // of each row of tiles: codes of channels beyond those that are read
   const float* lut = nullptr;
@@ -50,7 +50,8 @@ struct Rotation {
   std::size_t dim = 0, code_dim = 0;
   const float* matrix = nullptr;   // matrix: (code_dim, dim)
   const float* inverse = nullptr;  // matrix: (dim, code_dim); null if R is orthogonal
-  // order: (batch, head, dim), with strides 0 to share. matrix: that comes before it, if R is orthogonal; may be null.
+  // An order of channels, (batch, head, dim); a stride of 0 shares it. Kind order: it is R. Kind matrix: if R is
+  // orthogonal, it comes before the matrix; null for none.
   const std::int16_t* order = nullptr;
   std::size_t order_batch = 0, order_head = 0;
   const float* signs = nullptr;  // hadamard: (dim)
@@ -59,6 +60,7 @@ struct Rotation {
 };
 
 // Dense tokens at consecutive positions, strides as above; a query reads those from its `start` to before its `stop`.
+// If `start` is null, all queries read from the first token on.
 struct Span {
   const void *key = nullptr, *value = nullptr;
   std::size_t key_head = 0, key_token = 0, value_head = 0, value_token = 0;

@@ -15,7 +15,7 @@ struct Fold {
   std::size_t x_batch = 0, x_head = 0, x_token = 0, batch = 0, heads = 0, tokens = 0, first = 0;
   Dtype dtype = Dtype::float32;
   Rotation rotation;
-  PageShape shape{};  // bits is null: all channels have `bits`
+  PageShape shape{};  // shape.bits stays null: all channels have the `bits` below
   unsigned bits = 0;
   const float* levels = nullptr;  // 2^bits, ascending
   ScaleRule rule = ScaleRule::raw;

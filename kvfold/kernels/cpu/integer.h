@@ -95,7 +95,8 @@ class Numbers {
     std::size_t first, count, before, group;
   };
 
-  // A run, or one of 2 bits and one of 1 bit after it: the other factor has one scale for all of it.
+  // A run, or a run of 2 bits and the run of 1 bit after it. A query has one scale for all channels of a segment.
+  // `first` and `count` are of its runs.
   struct Segment {
     std::size_t first, count, first_tile, tiles, group;
     bool two_bytes;

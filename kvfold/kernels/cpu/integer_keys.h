@@ -66,7 +66,7 @@ class IntegerKeys {
  private:
   // A segment's queries, for each row of a block.
   struct alignas(16) Part {
-    float worth[kBlock] = {};  // what 1 is worth in the rounded ones
+    float worth[kBlock] = {};  // the scale: what a rounded query of 1 stands for
     float per[kBlock] = {};    // 1 / worth
     float base[kBlock] = {};   // Σ q̃ ⊙ S · middle, and what subtracts the 128
     float total[kBlock] = {};  // Σ q̃

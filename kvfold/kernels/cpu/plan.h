@@ -36,8 +36,9 @@ inline std::size_t blocks_of(const Sequence& sequence) {
   return blocks;
 }
 
-// All units of a call and the pieces of their contexts. The context of a sequence with few rows is cut into pieces, so that every
-// thread has work. Their length is fixed, so that a sequence's output depends neither on the others nor on the number of threads.
+// All units of a call and the pieces of their contexts. The context of a sequence with few rows is cut into pieces, so
+// that every thread has work. How it is cut depends on its length alone, so that a sequence's output depends neither on
+// the other sequences nor on the number of threads.
 class Plan {
  public:
   std::size_t unit_count = 0, pieces = 0, rows = 0, most_rows = 0, most_pages = 0;

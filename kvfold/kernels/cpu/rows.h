@@ -15,7 +15,8 @@ namespace {
 
 // Keys and values (batch, heads, tokens, dim) at consecutive positions: which token is the first, its position, and how many.
 using GivenSpan = std::tuple<nb::object, nb::object, std::size_t, std::int64_t, std::size_t>;
-// One byte a position: strides in bytes from row to row, head to head and query to query, and how many positions.
+// One byte a position: the address, strides in bytes from row to row, head to head and query to query, and how many
+// positions.
 using MaskAt = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::int64_t>;
 
 // Lowers each query's stop to the end of what a mask lets it see in any row or head. Returns whether that is all that the mask

@@ -20,7 +20,8 @@ class Table {
       std::memcpy(&parts_, numbers, sizeof parts_);
   }
 
-  // The numbers at the lowest k bits of `at`. Where Size is smaller than a register, bits up to its lanes must be 0.
+  // The numbers at the lowest k bits of `at`. If Size < kPart, the instruction reads as many bits as kPart lanes need,
+  // and those beyond k must be 0.
   KVFOLD_INLINE Register operator[](RegisterInts at) const {
     if constexpr (kInRegisters) return among<0, kTables>(at);
     at &= static_cast<std::int32_t>(Size - 1);

@@ -1,7 +1,7 @@
 """Scores and sums over folded pages: kvfold/formats/page.py has the formula x̂ = R⁻¹·(z + a + s · S ⊙ lut[code]).
 
-A program has few query rows to share the work on each value that it reads, so that work counts. A scale of tokens alone
-is therefore applied to scores or probabilities, and what a page's values have in common to their sum.
+A program has few query rows, so work on each value that it reads is shared by few and counts. Therefore scales of whole
+tokens are applied to scores or probabilities. A page's centre and channel scales are applied to the sum of its values.
 """
 
 import triton
