@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvfold.attention.cpu import INSTRUCTION_SETS
 from kvfold.formats.rotated import Rotated
 from kvfold.kernels import ops
-from kvfold.kernels.cpu import module
 from kvfold.quant import packing, rotated, scales
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.transforms import Hadamard, Transform, orthogonal
@@ -14,11 +14,13 @@ from kvfold.quant.transforms import Hadamard, Transform, orthogonal
 P = 32
 
 
-def _fold(x: Tensor, how: RotatedCode, lanes: str, slot: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def _fold(
+    x: Tensor, how: RotatedCode, lanes: str, slot: int = 0, isa: str = INSTRUCTION_SETS[0]
+) -> tuple[Tensor, Tensor, Tensor]:
     transform = how.transform
     signs, mix = (transform.signs, transform.mix) if isinstance(transform, Hadamard) else (None, None)
-    return ops.fold_rotated(
-        x, transform.matrix, signs, mix, how.levels, how.rule, how.centred, lanes, P, slot
+    return ops.fold_rotated_on_cpu(
+        x, transform.matrix, signs, mix, how.levels, how.rule, how.centred, lanes, P, slot, isa
     )  # fmt: skip
 
 
@@ -26,23 +28,20 @@ def _levels(bits: int) -> Tensor:
     return torch.linspace(-0.4, 0.4, 2**bits)
 
 
-@pytest.fixture(params=module.instruction_sets())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ops, "INSTRUCTION_SET", request.param)
-    return request.param
+by_instruction_set = pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 
 
-@pytest.mark.usefixtures("isa")
+@by_instruction_set
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128, 256, 512, 1024])
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])
-def test_codes_and_scales(head_dim: int, kind: str, lanes: str) -> None:
+def test_codes_and_scales(head_dim: int, kind: str, lanes: str, isa: str) -> None:
     """Up to rounding: a code may differ where a coordinate lies between two levels to the last digits."""
     x = torch.randn(2, 3, 2 * P, head_dim, generator=torch.Generator().manual_seed(head_dim))
     for bits, rule, centred in ((4, "eden", False), (3, "matched", True), (2, "raw", False), (1, "least_squares", True),
                                 (8, "raw", True), (5, "eden", False)):  # fmt: skip
         how = RotatedCode(orthogonal(kind, head_dim), _levels(bits), rule, centred)
-        packed, scale, centre = _fold(x, how, lanes)
+        packed, scale, centre = _fold(x, how, lanes, isa=isa)
         code, expected_scale, expected_centre = rotated.encode(x.unflatten(2, (-1, P)), how)
         got = packing.unpack(packed, P, head_dim, [bits] * (packing.padded(head_dim) // 16), lanes)
         assert (got != code).float().mean() < 2e-4 * bits
@@ -59,30 +58,33 @@ def test_codes_and_scales(head_dim: int, kind: str, lanes: str) -> None:
             torch.testing.assert_close(centre, expected_centre, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.usefixtures("isa")
-def test_any_stride_and_dtype() -> None:
+@by_instruction_set
+def test_any_stride_and_dtype(isa: str) -> None:
     """Views are read as they are."""
     how = RotatedCode(orthogonal("hadamard", 64), _levels(4), "eden")
     x = torch.randn(2, 50, 3, 64, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         view = x.to(dtype).transpose(1, 2)[:, :, 3 : 3 + P]
         for got, expected in zip(
-            _fold(view, how, "tokens"), _fold(view.float().contiguous(), how, "tokens"), strict=True
+            _fold(view, how, "tokens", isa=isa),
+            _fold(view.float().contiguous(), how, "tokens", isa=isa),
+            strict=True,
         ):
             assert torch.equal(got, expected)
     for lead in ((), (5,), (2, 1, 3)):
         many = torch.randn(*lead, P, 64)
-        code, scale, _ = _fold(many, how, "channels")
+        code, scale, _ = _fold(many, how, "channels", isa=isa)
         assert scale.shape == (*lead, 1, P)
-        assert torch.equal(code.flatten(), _fold(many.reshape(1, -1, P, 64), how, "channels")[0].flatten())
+        together, _, _ = _fold(many.reshape(1, -1, P, 64), how, "channels", isa=isa)
+        assert torch.equal(code.flatten(), together.flatten())
 
 
-@pytest.mark.usefixtures("isa")
+@by_instruction_set
 @pytest.mark.parametrize("slot", [0, 5, 31])
-def test_slots_without_a_token_are_empty(slot: int) -> None:
+def test_slots_without_a_token_are_empty(slot: int, isa: str) -> None:
     how = RotatedCode(orthogonal("haar", 64), _levels(3), "raw")
     x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(slot)) + 3
-    packed, scale, _ = _fold(x, how, "channels", slot)
+    packed, scale, _ = _fold(x, how, "channels", slot, isa)
     code = packing.unpack(packed, P, 64, [3] * 4, "channels").flatten(2, 3)
     scale = scale.flatten(2)
     assert code.shape[2] == -(-(slot + 40) // P) * P
@@ -95,11 +97,11 @@ def test_slots_without_a_token_are_empty(slot: int) -> None:
     assert not scale.any()
 
 
-@pytest.mark.usefixtures("isa")
+@by_instruction_set
 @pytest.mark.parametrize("rule", scales.SCALE_RULES)
-def test_zero_vectors(rule: str) -> None:
+def test_zero_vectors(rule: str, isa: str) -> None:
     how = RotatedCode(orthogonal("hadamard", 64), _levels(4), rule)
-    _, scale, _ = _fold(torch.zeros(1, 1, P, 64), how, "tokens")
+    _, scale, _ = _fold(torch.zeros(1, 1, P, 64), how, "tokens", isa=isa)
     assert not scale.any()
 
 

@@ -41,12 +41,24 @@ def test_a_crop_within_undo_leaves_what_a_shorter_text_holds(schedule: Schedule,
     pages = schedule.ripe(length)
     start = schedule.tail_start(length, 0, pages)
     left = schedule.crop(kept, 0, pages, start)
-    assert left.pages * schedule.page_size <= max(kept - schedule.window.sinks, 0) or left.pages == 0
+    assert left.pages * schedule.page_size <= max(kept - schedule.window.sinks, 0)
     assert left.tail_start <= max(start, schedule.window.sinks)
     assert 0 <= left.reopened < schedule.page_size
     if cut <= schedule.window.undo:
         assert (left.lost, left.reopened) == (0, 0)
         assert left.pages == schedule.ripe(kept)
+
+
+def test_pages_of_kvfold_4() -> None:
+    """Pages begin at slots 16, 80, 144, 208, 272: numbers that are counted by hand."""
+    schedule = Schedule(Window(sinks=16, recent=24, undo=24), 64, 256, by_token=False)
+    assert [schedule.ripe(length) for length in (255, 256, 295, 296)] == [0, 3, 3, 4]
+    assert [schedule.ripe(length, evicted=100) for length in (155, 156)] == [0, 1]
+    assert [schedule.tail_start(length, 0, 4) for length in (319, 320)] == [208, 272]
+    assert [schedule.only_joins(1, length, 0, 3, 208, False) for length in (294, 295)] == [True, False]
+    assert schedule.reads(3, 297, 0, 0, causal=True) == ([208, 272, 272], [295, 296, 297])
+    assert schedule.reads(3, 297, 0, 250, causal=False) == ([250, 272, 272], [297, 297, 297])
+    assert schedule.reads(2, 156, 100, 0, causal=True) == ([16, 80], [155, 156])
 
 
 def test_tokens_that_fold_one_by_one() -> None:

@@ -79,15 +79,21 @@ def test_steps_answer_as_others_do(format: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"sharpen": True, "window": Window(4, 24, 24)}, {"dense_dtype": torch.float32}, {"dense_dtype": torch.bfloat16}],
+    ("format", "dtype", "options", "steps"),
+    [
+        ("tbq3", torch.float32, {"window": Window(4, 24, 24)}, True),
+        ("tbq3", torch.float32, {"window": Window(4, 24, 24), "sharpen": True}, False),  # it changes queries first
+        ("kvfold-4", torch.float32, {"dense_dtype": torch.float32}, True),
+        ("kvfold-4", torch.bfloat16, {"dense_dtype": torch.bfloat16}, True),
+        ("kvfold-4", torch.float32, {"dense_dtype": torch.bfloat16}, False),
+    ],
 )
-def test_steps_heed_options(options: dict[str, Any]) -> None:
-    """`sharpen` changes queries before they are answered; what is kept may be told."""
-    pair = Pair("tbq3" if "sharpen" in options else "kvfold-4", **options)
+def test_steps_heed_options(format: str, dtype: torch.dtype, options: dict[str, Any], steps: bool) -> None:
+    pair = Pair(format, dtype, **options)
     pair.token(n=300)
     for _ in range(20):
         pair.token()
+    assert pair.steps == 18 * steps  # all but the first two tokens, which make a step and a place for it
 
 
 @pytest.mark.parametrize("format", FORMATS)

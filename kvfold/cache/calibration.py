@@ -100,6 +100,26 @@ class Calibration:
     about: Mapping[str, str] = field(default_factory=dict)
     losses: Mapping[int, tuple[Loss, ...]] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, given: "Calibration | str | os.PathLike[str] | None", model_type: str | None, layers: int
+    ) -> "Calibration | None":
+        """The calibration given, loaded if it is a file's path.
+
+        Raises ValueError if it is plainly of another model than one with so many layers and, if known, this type.
+        """
+        if given is None:
+            return None
+        calibration = given if isinstance(given, Calibration) else cls.load(given)
+        measured, last = calibration.about.get("model_type"), max(calibration.layers, default=0)
+        other = model_type is not None and measured not in (None, model_type)
+        if other or last >= layers:
+            raise ValueError(
+                f"the calibration is of a {measured or 'model'} with at least {last + 1} layers, this is a "
+                f"{model_type or 'model'} with {layers}: calibrate this model"
+            )
+        return calibration
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, float32: `layers.N.query_energy`, `layers.N.key_variance`, if it is known
         `layers.N.energy`, and of losses `layers.N.loss`, (sides, 2), KL and channels."""

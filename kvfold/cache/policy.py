@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfold.formats import Window, check_names
+from kvfold.formats import DEFAULT, Window, check_names
 from kvfold.formats.numbers import LARGEST, whole
 
 
@@ -58,6 +58,15 @@ class Policy:
         for format in (self.format, *(format for _, format in self.exceptions)):
             if format != "dense":
                 check_names(format)
+
+    @classmethod
+    def of(cls, format: str | None, policy: "Policy | None") -> "Policy":
+        """The policy given, or that of one format for all layers, `DEFAULT` if neither is given."""
+        if format is not None and policy is not None:
+            raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy = {policy!r}: give a kvfold.Policy, or a format's name as format")
+        return policy or cls(DEFAULT if format is None else format)
 
     def is_exception(self, layer: int, num_layers: int) -> bool:
         """Whether layer `layer` has an exception."""

@@ -16,7 +16,7 @@ from kvfold.cli.options import Dtype, Json, listed_formats, parse_dtype, print_j
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
-from kvfold.integrations.transformers.shapes import layer_configs, layer_shapes, resolve_head_dim
+from kvfold.integrations.transformers.shapes import config_of_each_layer, layer_shapes, resolve_head_dim
 from kvfold.planning import DENSE_DTYPES, held_bytes, plan
 
 UNITS = {
@@ -98,7 +98,7 @@ def _layers(
             raise ValueError("give --model, or --layers, --kv-heads and --head-dim, not both")
         config = load_config(model)
         text, shapes = config.get_text_config(decoder=True), layer_shapes(config)
-        own = zip(layer_configs(text, len(shapes)), shapes, strict=True)
+        own = zip(config_of_each_layer(text, len(shapes)), shapes, strict=True)
         asked = [each for each, shape in own if shape.is_known and shape.kind != "latent"]
         evidence = dict.fromkeys(line for each in asked for line in resolve_head_dim(each).evidence)
         return shapes, tuple(evidence), config.dtype or text.dtype

@@ -95,16 +95,18 @@ def fold_channelwise(
 
 
 @fold_channelwise.register_kernel("cpu")
-def _(
-    x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def fold_channelwise_on_cpu(
+    x: Tensor, order: Tensor | None, lut: Tensor, bits: list[int], steps: int, lanes: str, page_size: int,
+    instruction_set: str = INSTRUCTION_SET,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`fold_channelwise` in C++, by one of `kvfold.attention.cpu.INSTRUCTION_SETS`."""
     code, centre, scale = _channelwise_like(x, order, lut, bits, steps, lanes, page_size)
     flat = heads_of(x if x.dtype in DTYPES else x.float())
     by_row, by_head, by_token, _ = flat.stride()
     order, order_row, order_head = order_of_heads(order, flat)
     shape = (*flat.shape[:2], flat.shape[2] // page_size, flat.shape[3])
     cpu.fold_channelwise(
-        INSTRUCTION_SET, flat.data_ptr(), DTYPES[flat.dtype], by_row, by_head, by_token, page_size,
+        instruction_set, flat.data_ptr(), DTYPES[flat.dtype], by_row, by_head, by_token, page_size,
         0 if order is None else order.data_ptr(), order_row, order_head, lut.contiguous(), bytes(bits), steps,
         _lanes(lanes) == "tokens", code.view(-1), centre.view(torch.uint16).view(shape),
         scale.view(torch.uint16).view(shape), torch.get_num_threads(),
@@ -148,17 +150,18 @@ def fold_rotated(
 
 
 @fold_rotated.register_kernel("cpu")
-def _(
+def fold_rotated_on_cpu(
     x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
-    lanes: str, page_size: int, slot: int,
+    lanes: str, page_size: int, slot: int, instruction_set: str = INSTRUCTION_SET,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`fold_rotated` in C++, by one of `kvfold.attention.cpu.INSTRUCTION_SETS`."""
     check_dim(x, matrix)
     code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
     tokens = x.shape[-2]
     flat = heads_of(x if x.dtype in DTYPES else x.float())
     shape = (*flat.shape[:2], code.shape[-2], page_size)
     cpu.fold(
-        INSTRUCTION_SET, flat.data_ptr(), DTYPES[flat.dtype], flat.stride(0), flat.stride(1), flat.stride(2), tokens,
+        instruction_set, flat.data_ptr(), DTYPES[flat.dtype], flat.stride(0), flat.stride(1), flat.stride(2), tokens,
         slot, _rotation(matrix, signs, mix), levels.contiguous(), list(SCALE_RULES).index(rule),
         _lanes(lanes) == "tokens", code.view(-1), scale.view(torch.uint16).view(shape),
         centre.view(torch.uint16) if centred else None, torch.get_num_threads(),

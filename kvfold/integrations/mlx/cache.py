@@ -15,7 +15,6 @@ from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport
 from kvfold.cache.shape import LayerShape
-from kvfold.formats import DEFAULT
 from kvfold.integrations.mlx.attach import attach
 from kvfold.integrations.mlx.layer import FoldedKVCache
 from kvfold.integrations.mlx.passes import Passes
@@ -57,22 +56,14 @@ def make_prompt_cache(
     >>> cache = make_prompt_cache(model, "kvfold-4")
     >>> mlx_lm.generate(model, tokenizer, prompt, prompt_cache=cache)
     """
-    if format is not None and policy is not None:
-        raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
-    policy = policy or Policy(format or DEFAULT)
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = Calibration.load(calibration)
+    policy = Policy.of(format, policy)
     layers = theirs.make_prompt_cache(model)
-    if calibration is not None and max(calibration.layers, default=0) >= len(layers):
-        raise ValueError(
-            f"the calibration has a layer {max(calibration.layers)}, the model has {len(layers)} layers: calibrate "
-            "this model"
-        )
+    measured = Calibration.of(calibration, None, len(layers))
     growing = [index for index, layer in enumerate(layers) if type(layer) is theirs.KVCache]
     attach(model)
     planned = planned_shapes(model, [i for i in growing if policy.format_of(i, len(layers)) is not None])
     shapes = [LayerShape("full", *planned[i][1:]) if i in planned else LayerShape("none") for i in range(len(layers))]
-    configs = layer_configs(shapes, policy, calibration, dense_dtype=dense_dtype, frequencies=_frequencies)
+    configs = layer_configs(shapes, policy, measured, dense_dtype=dense_dtype, frequencies=_frequencies)
     passes = Passes()
     for index, config in configs.items():
         layers[index] = FoldedKVCache(ArrayLayer(config), passes)

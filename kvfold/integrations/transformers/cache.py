@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvfold.attention import attend
 from kvfold.cache.calibration import Calibration
@@ -15,30 +15,30 @@ from kvfold.cache.config import layer_configs
 from kvfold.cache.files.contents import FLOATS, read, write
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
-from kvfold.cache.report import CacheReport, LayerReport, held_bytes
+from kvfold.cache.report import CacheReport, held_bytes
 from kvfold.eviction import Eviction
 from kvfold.eviction.evictor import Evictor
-from kvfold.eviction.policy import MODES
-from kvfold.formats import DEFAULT
 from kvfold.formats.numbers import LARGEST, whole
-from kvfold.integrations.transformers.evicting import for_model
+from kvfold.integrations.transformers.changes import batch_of, change_all, check_layers_have, crop_all, rows_of
+from kvfold.integrations.transformers.evicting import check_once, for_model
 from kvfold.integrations.transformers.handle import appended_of
 from kvfold.integrations.transformers.latent import LatentLayer
 from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
 from kvfold.integrations.transformers.masks import where_allowed
 from kvfold.integrations.transformers.operator import await_attention, not_taken, number_of
-from kvfold.integrations.transformers.origin import Origin
+from kvfold.integrations.transformers.origin import Origin, check_kind
 from kvfold.integrations.transformers.passes import Passes
-from kvfold.integrations.transformers.rope import rope_of
+from kvfold.integrations.transformers.reporting import report_of
+from kvfold.integrations.transformers.rope import frequencies_of
 from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_saved, cache_to_saved, held_by_layer
 from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
-from kvfold.integrations.transformers.undo import change_all, undo_of_change
+from kvfold.integrations.transformers.states import WatchedStates
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
 
 
-class FoldedCache(Cache):  # type: ignore[misc]
+class FoldedCache(WatchedStates):
     """A KV cache that stays folded.
 
     Pass it to a model's `forward` or `generate` as `cache` (`past_key_values` before transformers 5.24). After
@@ -98,31 +98,25 @@ class FoldedCache(Cache):  # type: ignore[misc]
         sharpen: bool = False,
         eviction: Eviction | None = None,
     ) -> None:
-        if format is not None and policy is not None:
-            raise ValueError(f"format = {format!r} and a policy: give one of them, the policy names formats itself")
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config is a {type(config).__name__}: give a model's config, such as model.config")
         if dense_dtype is not None and dense_dtype not in FLOATS.values():
             known = ", ".join(map(str, FLOATS.values()))
             raise ValueError(f"dense_dtype = {dense_dtype!r}: give one of {known}, or None")
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(f"policy = {policy!r}: give a kvfold.Policy, or a format's name as format")
         if eviction is not None and not isinstance(eviction, Eviction):
             raise TypeError(f"eviction = {eviction!r}: give a policy such as kvfold.TriAttention(...), or None")
-        policy = policy or Policy(DEFAULT if format is None else format)
-        if calibration is not None and not isinstance(calibration, Calibration):
-            calibration = Calibration.load(calibration)
+        policy = Policy.of(format, policy)
         self.text_config = config.get_text_config(decoder=True)
-        if calibration is not None:
-            self._check_calibration(calibration)
         self.forward_pass = ForwardPass()
         self.origin = Origin()
         self.ids: Tensor | None = None
         layers = cache_layers(config)
+        measured = Calibration.of(calibration, self.text_config.model_type, len(layers))
         self.shapes = layer_shapes(config, layers)
         configs = layer_configs(
-            self.shapes, policy, calibration, dense_dtype=dense_dtype, sharpen=sharpen, frequencies=self._frequencies
-        )
+            self.shapes, policy, measured, dense_dtype=dense_dtype, sharpen=sharpen,
+            frequencies=lambda index, format: frequencies_of(self.text_config, self.shapes[index], format),
+        )  # fmt: skip
         for i, own in configs.items():
             shape, folded = self.shapes[i], LayerCache(own)
             if shape.kind == "latent":
@@ -146,35 +140,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.number: Tensor | None = None
         self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
 
-    def _frequencies(self, index: int, format: str) -> tuple[float, ...]:
-        """RoPE's ω_f of a layer whose format turns keys back.
-
-        Raises
-        ------
-        ValueError
-            If they are not known.
-        """
-        shape = self.shapes[index]
-        rope = rope_of(self.text_config, shape.key_dim) if shape.kind == "full" else None
-        if rope is None:
-            raise ValueError(
-                f"format = {format!r} turns RoPE back, but by which frequencies this {self.text_config.model_type} "
-                "turns keys is not told simply: take tbq3"
-            )
-        return rope.frequencies
-
     def _folded(self) -> list[LayerCache]:
         return [layer.folded for layer in self.layers if isinstance(layer, FoldedLayer)]
-
-    def _check_calibration(self, calibration: Calibration) -> None:
-        """Raise if it is plainly of another model."""
-        own, layers = self.text_config.model_type, self.text_config.num_hidden_layers
-        measured, last = calibration.about.get("model_type", own), max(calibration.layers, default=0)
-        if measured != own or last >= layers:
-            raise ValueError(
-                f"the calibration is of a {measured} with at least {last + 1} layers, the config of a {own} with "
-                f"{layers}: calibrate this model"
-            )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -210,39 +177,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
                 return _only_the_window(layer, read, key_states.shape[2])
             return read
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers' own, for a layer of linear attention; all layers forget the pass if it fails."""
-        with self.passes.touching(layer_idx, ("updated conv", state_idx)):
-            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """As `update_conv_state`."""
-        with self.passes.touching(layer_idx, ("updated recurrent", state_idx)):
-            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """As `update_conv_state`, for a layer with sparse selection."""
-        with self.passes.touching(layer_idx, "indexer"):
-            return super().update_indexer(indexer_key_states, layer_idx, *args, **kwargs)
-
-    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """As transformers' own; models write to the tensor that it returns, so this counts as a change of the layer."""
-        self.passes.touch(layer_idx, ("conv", *args, *kwargs.values()))
-        return super().get_conv_state(layer_idx, *args, **kwargs)
-
-    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """As `get_conv_state`."""
-        self.passes.touch(layer_idx, ("recurrent", *args, *kwargs.values()))
-        return super().get_recurrent_state(layer_idx, *args, **kwargs)
-
-    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """As transformers' own; before 5.20 models ask it before they write to a layer's states."""
-        if layer_idx is not None:
-            self.passes.touch(layer_idx, ("asked", *args, *kwargs.values()))
-        return super().has_previous_state(layer_idx, *args, **kwargs)
-
     def append_and_attend(
         self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
         **options: Any,
@@ -275,12 +209,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         RuntimeError
             If an earlier pass of a model that is not attached did not get to its last layer.
         """
-        mine, theirs = self.text_config, model.config.get_text_config(decoder=True)
-        if (mine.model_type, mine.num_hidden_layers) != (theirs.model_type, theirs.num_hidden_layers):
-            raise ValueError(
-                f"this cache was made for a {mine.model_type} config with {mine.num_hidden_layers} layers, the model "
-                f"is a {theirs.model_type} with {theirs.num_hidden_layers}: make one with FoldedCache(model.config)"
-            )
+        check_kind(self.text_config, model.config.get_text_config(decoder=True))
         self.passes.forget_unended()
         if not self.origin.is_model(decoder):
             if not held_by_layer(self.layers, self.text_config):
@@ -306,7 +235,7 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if begun and (broken or left is not None):
             self.passes.roll_back()
         elif begun:
-            self._wait_no_longer()
+            self.forward_pass.wait_no_longer()
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self.forward_pass.unread.clear()
         self.passes.end()
@@ -320,18 +249,6 @@ class FoldedCache(Cache):  # type: ignore[misc]
         if begun and not broken and self.evictor is not None:  # after the pass, as evicted tokens cannot be rolled back
             self.evictor.after(self._folded())
 
-    def _wait_no_longer(self) -> None:
-        """Fit formats to keys alone in layers whose queries folded attention did not see."""
-        waited = False
-        for appended in self.forward_pass.unread:
-            waited |= appended.awaits_queries
-            appended.layer.observe(None, appended)
-        if waited:
-            self.forward_pass.warn_once(
-                "this model does not show its queries to the cache: all layers keep the bits of their format, and all "
-                "channels count as read alike"
-            )
-
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
 
@@ -342,22 +259,14 @@ class FoldedCache(Cache):  # type: ignore[misc]
             `eviction` of that kind.
         """
         self.passes.end_unended("made to forget tokens")
-        own = None if self.evictor is None else self.evictor.policy
-        kept = 0 if own is None else own.asks_queries
-        if policy.asks_queries > kept:
-            raise ValueError(
-                f"the policy goes by the newest {policy.asks_queries} queries, and this cache keeps {kept}: make it by "
-                f"FoldedCache(config, eviction={type(policy).__name__}(...))"
-            )
-        if own is not None and MODES.index(policy.mode) > MODES.index(own.mode):
-            raise ValueError(
-                f"mode = {policy.mode!r}, but this cache's own eviction has the mode {own.mode!r} and needs the same "
-                "tokens in its layers or heads: give that mode"
-            )
-        Evictor(for_model(policy, self.text_config, self._folded())).act(self._folded())
+        check_once(policy, None if self.evictor is None else self.evictor.policy)
+        self._evictor(policy).act(self._folded())
+
+    def _evictor(self, policy: Eviction) -> Evictor:
+        return Evictor(for_model(policy, self.text_config, self.shapes, self._folded()))
 
     def _evict_by(self, policy: Eviction) -> None:
-        self.evictor = Evictor(for_model(policy, self.text_config, self._folded()))
+        self.evictor = self._evictor(policy)
         for layer in self._folded():
             layer.keeps_queries = policy.asks_queries
 
@@ -379,28 +288,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
         self.passes.end_unended("cropped")
         columns = self.get_seq_length()
         remove = min(columns - given if given > 0 else -given, columns)
-        if remove < 0:
-            return
-        folded = [layer for layer in self.layers if isinstance(layer, FoldedLayer)]
-        keep = [layer.length_after(-remove) for layer in folded]
-        for layer, length in zip(folded, keep, strict=True):
-            layer.folded.check_crop(length)
-        others = [layer for layer in self.layers if not isinstance(layer, FoldedLayer)]
-        undos, decided = [undo_of_change(layer) for layer in others], False
-        try:
-            for layer in others:
-                layer.crop(-remove)
-            decided = True  # folded layers refuse nothing
-            for layer, length in zip(folded, keep, strict=True):
-                layer.crop_to(length)
-        except BaseException:
-            if decided:  # cropping again to the same length changes nothing
-                for layer, length in zip(folded, keep, strict=True):
-                    layer.crop_to(length)
-            else:
-                for undo in undos:
-                    undo()
-            raise
+        if remove >= 0:
+            crop_all(self.layers, remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i be what row `beam_idx[i]` was.
@@ -410,14 +299,15 @@ class FoldedCache(Cache):  # type: ignore[misc]
         IndexError
             If there is no such row.
         """
-        rows = self._rows_of(beam_idx, "beam_idx", least=0)
+        self.passes.end_unended("rearranged")
+        rows = rows_of(beam_idx, "beam_idx", batch_of(self.layers), least=0)
         change_all(self.layers, lambda layer: layer.reorder_cache(rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         whole("repeats", repeats, least=1)
         self.passes.end_unended("repeated")
-        self._check_layers_have("batch_repeat_interleave")
+        check_layers_have(self.layers, "batch_repeat_interleave")
         change_all(self.layers, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -428,34 +318,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
         IndexError
             If there is no such row.
         """
-        rows = self._rows_of(indices, "indices", least=-self._batch())
-        self._check_layers_have("batch_select_indices")
-        change_all(self.layers, lambda layer: layer.batch_select_indices(rows))
-
-    def _check_layers_have(self, method: str) -> None:
-        """Raise NotImplementedError, before anything changes, if a layer of transformers lacks a method."""
-        for i, layer in enumerate(self.layers):
-            if not hasattr(layer, method):
-                raise NotImplementedError(f"layer {i} is a {type(layer).__name__}, which has no {method}")
-
-    def _batch(self) -> int:
-        """Rows of the batch; 0 before the first token."""
-        keys = [getattr(layer, "keys", None) for layer in self.layers]
-        dense = [x.shape[0] for x in keys if isinstance(x, Tensor)]
-        return max([*dense, *(layer.batch for layer in self._folded())], default=0)
-
-    def _rows_of(self, indices: Tensor, name: str, least: int) -> Tensor:
-        """Selected rows, as numbers from 0 on."""
         self.passes.end_unended("rearranged")
-        indices, batch = torch.as_tensor(indices), self._batch()
-        if indices.dtype == torch.bool and tuple(indices.shape) == (batch,):
-            return indices.nonzero().flatten()
-        if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
-            shape = tuple(indices.shape)
-            raise IndexError(f"{name} is {indices.dtype} of the shape {shape}: give numbers of rows, (rows,)")
-        if batch and any(not least <= row < batch for row in indices.tolist()):
-            raise IndexError(f"{name} = {indices.tolist()}: the cache holds rows {least} to {batch - 1}")
-        return indices.long() % max(batch, 1)
+        batch = batch_of(self.layers)
+        rows = rows_of(indices, "indices", batch, least=-batch)
+        check_layers_have(self.layers, "batch_select_indices")
+        change_all(self.layers, lambda layer: layer.batch_select_indices(rows))
 
     @property
     def folds(self) -> bool:
@@ -571,7 +438,11 @@ class FoldedCache(Cache):  # type: ignore[misc]
     def held_bytes(self) -> int:
         """Every byte that this cache owns: folded pages, dense tokens, dense layers, shared tables, statistics."""
         self.passes.forget_ended()
-        return held_bytes(self.layers, self.ids, self.evictor, self.number)
+        return held_bytes(self.layers, *self._beside())
+
+    def _beside(self) -> tuple[object, ...]:
+        """What this cache owns beside its layers."""
+        return self.ids, self.evictor, self.number
 
     def bits_per_value(self) -> float:
         """Held bits for each number that a dense cache would hold; NaN while empty."""
@@ -579,23 +450,8 @@ class FoldedCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         """What is held, layer by layer, walked tensor by tensor."""
-        rows = []
-        tables: list[object] = [self.ids, self.evictor, self.number]
-        for i, layer in enumerate(self.layers):
-            if isinstance(layer, FoldedLayer):
-                own = layer.folded
-                tables.append(own.tables())
-                counts = own.columns, own.evicted_count, own.value_count
-                rows.append(LayerReport(i, own.folded_as, *counts, held_bytes(own.own())))
-            else:
-                tokens, values = _dense_counts(layer)
-                rows.append(LayerReport(i, "dense", tokens, 0, values, held_bytes(layer)))
-        return CacheReport(
-            layers=tuple(rows),
-            shared_bytes=held_bytes(tables),
-            held_bytes=self.held_bytes(),
-            values=sum(row.values for row in rows),
-        )
+        self.passes.forget_ended()
+        return report_of(self.layers, self._beside())
 
 
 def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tensor], new: int) -> tuple[Tensor, Tensor]:
@@ -609,11 +465,3 @@ def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tenso
         if spare > held.nbytes // held.shape[2]:  # one spare token is what a step leaves
             setattr(layer, name, held.clone())
     return read
-
-
-def _dense_counts(layer: Any) -> tuple[int, int]:
-    """Tokens seen and numbers held by one of transformers' own layers."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if keys is None or values is None:
-        return 0, 0
-    return layer.get_seq_length(), keys.numel() + values.numel()

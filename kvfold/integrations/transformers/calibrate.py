@@ -15,8 +15,9 @@ from kvfold.formats.numbers import whole
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
-from kvfold.integrations.transformers.evicting import model_rope
+from kvfold.integrations.transformers.evicting import head_shape, model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
+from kvfold.integrations.transformers.shapes import layer_shapes
 
 See = Callable[[int, Tensor, Tensor, int], None]
 """Called with a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned, and
@@ -130,9 +131,10 @@ def measure_queries(
     whole("chunk", chunk, least=1, what="tokens")
     check_passages(passages)
     config = model.config.get_text_config(decoder=True)
-    rope = model_rope(config)
+    shapes = layer_shapes(model.config)
+    rope, of = model_rope(config, shapes), head_shape(shapes)
     pairs = len(rope.frequencies)
-    shape = (config.num_hidden_layers, config.num_attention_heads, pairs)
+    shape = (config.num_hidden_layers, of.heads, pairs)
     total, magnitude = torch.zeros(shape, dtype=torch.complex128), torch.zeros(shape, dtype=torch.float64)
     omega = torch.tensor(rope.frequencies, dtype=torch.float64)
 
@@ -166,11 +168,11 @@ def measure_queries(
     )  # fmt: skip
     _read(model, passages, see, chunk, progress)
     tokens = sum(ids.shape[1] for ids in passages)
-    heads, scaling = config.num_attention_heads, getattr(config, "attention_multiplier", None)
+    scaling = getattr(config, "attention_multiplier", None)
     return QueryStatistics.of(
         total / tokens,
         magnitude / tokens,
-        kv_heads=getattr(config, "num_key_value_heads", heads),
+        kv_heads=of.kv_heads,
         head_dim=2 * pairs,
         rope_theta=rope.theta,
         attn_scale=(2 * pairs) ** -0.5 if scaling is None else scaling,

@@ -7,13 +7,17 @@ from math import isclose
 from transformers import PreTrainedConfig
 
 from kvfold.cache.layer import LayerCache
+from kvfold.cache.shape import LayerShape
 from kvfold.eviction import Eviction, TriAttention
+from kvfold.eviction.policy import MODES
 from kvfold.integrations.transformers.rope import Rope, rope_of
-from kvfold.integrations.transformers.shapes import layer_configs
+from kvfold.integrations.transformers.shapes import has_latents
 
 
-def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> Eviction:
-    """The policy, completed for this model.
+def for_model(
+    policy: Eviction, config: PreTrainedConfig, shapes: Sequence[LayerShape], layers: Sequence[LayerCache]
+) -> Eviction:
+    """The policy, completed for this model with its layers' `shapes`, of which `layers` fold.
 
     Raises ValueError if the policy or its statistics do not fit the model or its formats.
     """
@@ -23,7 +27,7 @@ def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[Layer
                 f"format = {layer.config.format!r} turns keys to their places by their order, which eviction mixes: "
                 "take amx3"
             )
-    if policy.asks_queries and getattr(config, "kv_lora_rank", None) is not None:
+    if policy.asks_queries and has_latents(config):
         raise ValueError(
             f"a {config.model_type} has latent attention, whose queries {type(policy).__name__} does not read: take "
             "StreamingLLM"
@@ -34,14 +38,30 @@ def for_model(policy: Eviction, config: PreTrainedConfig, layers: Sequence[Layer
             f"mode = {policy.mode!r} lets all layers keep the same tokens, but they fold into {', '.join(formats)}: "
             "give mode='per_layer_per_head'"
         )
-    return _tri_attention(policy, config, layers) if isinstance(policy, TriAttention) else policy
+    return _tri_attention(policy, config, shapes, layers) if isinstance(policy, TriAttention) else policy
 
 
-def _tri_attention(policy: TriAttention, config: PreTrainedConfig, layers: Sequence[LayerCache]) -> TriAttention:
-    own = policy.statistics
-    rope, heads = model_rope(config), config.num_attention_heads
+def check_once(policy: Eviction, own: Eviction | None) -> None:
+    """Raise ValueError if a policy cannot act on a cache whose own eviction is `own`."""
+    kept = 0 if own is None else own.asks_queries
+    if policy.asks_queries > kept:
+        raise ValueError(
+            f"the policy goes by the newest {policy.asks_queries} queries, and this cache keeps {kept}: make it by "
+            f"FoldedCache(config, eviction={type(policy).__name__}(...))"
+        )
+    if own is not None and MODES.index(policy.mode) > MODES.index(own.mode):
+        raise ValueError(
+            f"mode = {policy.mode!r}, but this cache's own eviction has the mode {own.mode!r} and needs the same "
+            "tokens in its layers or heads: give that mode"
+        )
+
+
+def _tri_attention(
+    policy: TriAttention, config: PreTrainedConfig, shapes: Sequence[LayerShape], layers: Sequence[LayerCache]
+) -> TriAttention:
+    own, rope, of = policy.statistics, model_rope(config, shapes), head_shape(shapes)
     pairs = len(rope.frequencies)
-    shape = config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", heads), 2 * pairs, pairs
+    shape = config.num_hidden_layers, of.heads, of.kv_heads, 2 * pairs, pairs
     told = own.layers, own.heads, own.kv_heads, own.head_dim, own.pairs
     if told != shape:
         raise ValueError(
@@ -60,23 +80,25 @@ def _tri_attention(policy: TriAttention, config: PreTrainedConfig, layers: Seque
     return replace(policy, frequencies=rope.frequencies, turned_by=rope.turned_by)
 
 
-def model_rope(config: PreTrainedConfig) -> Rope:
+def head_shape(shapes: Sequence[LayerShape]) -> LayerShape:
+    """The shape of a model's first layer with keys; of a layer without, if there is none."""
+    return next((shape for shape in shapes if shape.key_dim), LayerShape("none"))
+
+
+def model_rope(config: PreTrainedConfig, shapes: Sequence[LayerShape]) -> Rope:
     """A model's RoPE.
 
     Raises ValueError if no one set of frequencies turns all its keys: then there are no statistics of queries before
     RoPE.
     """
-    dims = {getattr(own, "head_dim", None) for own in layer_configs(config, config.num_hidden_layers)}
+    dims = sorted({shape.key_dim for shape in shapes if shape.key_dim})
     if len(dims) > 1:
         raise ValueError(
-            f"the layers of a {config.model_type} have keys of {sorted(map(str, dims))} channels: TriAttention takes "
-            "one number; StreamingLLM any"
+            f"the layers of a {config.model_type} have keys of {dims} channels: TriAttention takes one number; "
+            "StreamingLLM any"
         )
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
-    latent = getattr(config, "kv_lora_rank", None) is not None
-    rope = None if head_dim is None or latent else rope_of(config, head_dim)
-    if head_dim is None or rope is None or getattr(config, "rope_interleave", False):
+    rope = None if not dims or has_latents(config) else rope_of(config, dims[0])
+    if rope is None or getattr(config, "rope_interleave", False):
         raise ValueError(
             f"how a {config.model_type} turns its keys is not told simply (latent attention, pairs of neighbouring "
             "channels, RoPE that depends on the length): TriAttention does not take it; StreamingLLM does"

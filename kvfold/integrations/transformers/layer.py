@@ -41,6 +41,18 @@ class ForwardPass:
             self.warned.add(message)
             logger.warning(message)
 
+    def wait_no_longer(self) -> None:
+        """Fit formats to keys alone in layers whose queries folded attention did not see."""
+        waited = False
+        for appended in self.unread:
+            waited |= appended.awaits_queries
+            appended.layer.observe(None, appended)
+        if waited:
+            self.warn_once(
+                "this model does not show its queries to the cache: all layers keep the bits of their format, and all "
+                "channels count as read alike"
+            )
+
 
 class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A `LayerCache` behind transformers' layer interface."""

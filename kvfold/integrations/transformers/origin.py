@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 logger = logging.getLogger("kvfold")
 
@@ -30,6 +31,15 @@ def fingerprint(model: nn.Module) -> dict[str, str] | None:
         digest.update(sample.view(torch.uint8).numpy().data)
         dtype = dtype or parameter.dtype
     return {"weights": digest.hexdigest(), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def check_kind(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> None:
+    """Raise ValueError if a cache for the config `mine` is plainly not one for a model with the config `theirs`."""
+    if (mine.model_type, mine.num_hidden_layers) != (theirs.model_type, theirs.num_hidden_layers):
+        raise ValueError(
+            f"this cache was made for a {mine.model_type} config with {mine.num_hidden_layers} layers, the model "
+            f"is a {theirs.model_type} with {theirs.num_hidden_layers}: make one with FoldedCache(model.config)"
+        )
 
 
 class Origin:

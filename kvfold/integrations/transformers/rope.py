@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvfold.cache.shape import LayerShape
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -36,3 +38,14 @@ def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:
         return None
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **layer_type)
     return Rope(tuple(frequencies.tolist()), float(factor), theta)
+
+
+def frequencies_of(config: PreTrainedConfig, shape: LayerShape, format: str) -> tuple[float, ...]:
+    """RoPE's ω_f of a layer whose format turns keys back; raises ValueError if they are not known."""
+    rope = rope_of(config, shape.key_dim) if shape.kind == "full" else None
+    if rope is None:
+        raise ValueError(
+            f"format = {format!r} turns RoPE back, but by which frequencies this {config.model_type} turns keys is not "
+            "told simply: take tbq3"
+        )
+    return rope.frequencies

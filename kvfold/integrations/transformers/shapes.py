@@ -57,7 +57,7 @@ def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any] | None = None) 
     indexers = getattr(text, "indexer_types", None) or ["full"] * len(layers)  # "shared": by an earlier layer's
     known: dict[tuple[int, str, int], LayerShape] = {}
     shapes = []
-    for i, (layer, own) in enumerate(zip(layers, layer_configs(text, len(layers)), strict=True)):
+    for i, (layer, own) in enumerate(zip(layers, config_of_each_layer(text, len(layers)), strict=True)):
         kind = KIND_OF.get(type(layer).__name__, type(layer).__name__) if i not in cross else "none"
         window = int(layer.sliding_window) if kind == "sliding" else 0
         if (id(own), kind, window) not in known:
@@ -67,10 +67,15 @@ def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any] | None = None) 
     return tuple(shapes)
 
 
-def layer_configs(config: PreTrainedConfig, layers: int) -> list[PreTrainedConfig]:
+def config_of_each_layer(config: PreTrainedConfig, layers: int) -> list[PreTrainedConfig]:
     """The config of each layer: one for all, unless layers differ."""
     own = getattr(config, "per_layer_config", None)
     return [config] * layers if own is None else [own[i] for i in range(layers)]
+
+
+def has_latents(config: PreTrainedConfig) -> bool:
+    """Whether a text model's layers cache latents (multi-head latent attention)."""
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def check_shape(key: Tensor, shape: LayerShape, index: int, config: PreTrainedConfig) -> None:

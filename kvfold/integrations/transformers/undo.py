@@ -1,6 +1,6 @@
-"""Layers of a cache that change together: all of them, or none."""
+"""How a layer of a cache goes back to what it held."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -51,26 +51,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: x.clone() if isinstance(x, Tensor) else x for name, x in value.items()}
     return value
-
-
-def change_all(layers: Sequence[Any], change: Callable[[Any], None]) -> None:
-    """Change one layer after the other; an interrupt comes through once all have changed.
-
-    `change` must not raise for a layer.
-    """
-    changed, undo = 0, (-1, lambda: None)
-
-    def change_the_rest() -> None:
-        nonlocal changed, undo
-        while changed < len(layers):
-            undo = changed, undo_of_change(layers[changed])
-            change(layers[changed])
-            changed += 1
-
-    try:
-        change_the_rest()
-    except BaseException:
-        if undo[0] == changed:
-            undo[1]()
-        change_the_rest()
-        raise
