@@ -204,14 +204,22 @@ def trigger(bench: Bench, budget: int, triggers: int = 6) -> list[dict[str, Any]
         for part in bench.ids[:, : budget + 100].split(512, 1):
             bench.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         assert cache.evictor is not None
-        act, spent, windows = cache.evictor.act, [], []
+        evictor, spent, windows = cache.evictor, [], []
+        due, act = evictor.due, evictor.act
 
-        def timed(*args: Any, act: Callable[..., None] = act, spent: list[float] = spent) -> None:
+        def timed_due(layers: Any, due: Callable[..., Any] = due, spent: list[float] = spent) -> Any:
             start = time.perf_counter()
-            act(*args)
-            spent.append(time.perf_counter() - start)
+            plan = due(layers)
+            if plan is not None:
+                spent.append(time.perf_counter() - start)
+            return plan
 
-        cache.evictor.act = timed  # type: ignore[method-assign]
+        def timed_act(plan: Any, act: Callable[..., None] = act, spent: list[float] = spent) -> None:
+            start = time.perf_counter()
+            act(plan)
+            spent[-1] += time.perf_counter() - start
+
+        evictor.due, evictor.act = timed_due, timed_act  # type: ignore[method-assign]
         at, begin = budget + 100, time.perf_counter()
         while len(spent) < triggers:
             before = len(spent)

@@ -5,18 +5,21 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from conftest import ARCHITECTURES, model_that_computes_with_values, tiny_model
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold import FoldedCache, Policy
+from kvfold import FoldedCache, Policy, StreamingLLM
 from kvfold.attention import reference
 from kvfold.formats import pair
 
@@ -164,6 +167,86 @@ class TestAttaching:
         assert len(calls) == 2
         assert reads == 4 * [100]
 
+    @pytest.mark.parametrize("wrapped", ["model", "decoder", "by accelerate", "compiled"])
+    def test_attaches_again_to_what_was_wrapped(
+        self, llama: PreTrainedModel, random_ids: Ids, reads: list[int], wrapped: str
+    ) -> None:
+        """A guard under a wrapper under a guard: a pass begins and ends once, and `detach` ends it."""
+        module = llama.model if wrapped == "decoder" else llama
+        guard, ids = module.forward, random_ids(1, 100)
+        expected = llama(ids, past_key_values=FoldedCache(llama.config)).logits
+        reads.clear()
+        if wrapped == "by accelerate":
+            add_hook_to_module(llama, ModelHook())
+        elif wrapped == "compiled":
+            module.forward = torch.compile(guard, backend="eager")
+        else:
+            module.forward = lambda *args, **kwargs: guard(*args, **kwargs)
+        for _ in range(2):
+            assert kvfold.attach(llama)
+            cache = FoldedCache(llama.config)
+            assert torch.equal(llama(ids, past_key_values=cache).logits, expected)
+            assert cache.get_seq_length() == 100
+        if wrapped != "compiled":
+            assert reads == 8 * [100]
+        kvfold.detach(llama)
+        cache = FoldedCache(llama.config)
+        dense = llama(ids, past_key_values=DynamicCache(config=llama.config)).logits
+        assert torch.allclose(llama(ids, past_key_values=cache).logits, dense)  # unfolded, with a word in the log
+        assert cache.forward_pass.warned
+
+    def test_a_decoder_and_then_its_model(self, random_ids: Ids, reads: list[int]) -> None:
+        model = tiny_model("llama")
+        assert kvfold.attach(model.model)
+        assert kvfold.attach(model)
+        model(random_ids(1, 100), past_key_values=FoldedCache(model.config))
+        assert reads == 4 * [100]
+        kvfold.detach(model)
+        for module in (model, model.model):
+            assert not [name for name in vars(module) if "kvfold" in name or name == "forward"]
+
+    def test_threads_do_not_change_the_attention_that_was_chosen(self, random_ids: Ids) -> None:
+        """A model that is set to "eager" computes so, bit for bit, whatever other threads read folded."""
+        model = tiny_model("llama").float()
+        model.set_attn_implementation("eager")
+        ids = random_ids(1, 90)
+        expected = model(ids).logits
+        kvfold.attach(model)
+        folded = model(ids, past_key_values=FoldedCache(model.config)).logits
+        inside: list[Tensor] = []
+        hook = model.model.layers[1].register_forward_hook(
+            lambda *_: inside.append(torch.empty(0)) or inside.append(model(ids).logits) if not inside else None
+        )
+        model(ids, past_key_values=FoldedCache(model.config))  # and a pass amid another
+        hook.remove()
+        assert torch.equal(inside[-1], expected)
+
+        def read(turn: int) -> bool:
+            if turn % 3 == 0:
+                return torch.equal(model(ids).logits, expected)
+            return torch.equal(model(ids, past_key_values=FoldedCache(model.config)).logits, folded)
+
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(read, range(30)))
+        assert model.config._attn_implementation == "eager"
+        assert torch.equal(model(ids).logits, expected)
+
+    def test_models_do_not_wait_for_each_other(self, llama: PreTrainedModel, random_ids: Ids) -> None:
+        """Nor does a copy wait for its original."""
+        model = tiny_model("llama")
+        model.set_attn_implementation("eager")
+        kvfold.attach(model)
+        ids, others = random_ids(1, 90), [llama, copy.deepcopy(model)]
+        with ThreadPoolExecutor(1) as pool:
+
+            def wait_for_others(*_: object) -> None:
+                for other in others:
+                    cache = FoldedCache(other.config)
+                    pool.submit(lambda: other(ids, past_key_values=cache)).result(timeout=60)  # noqa: B023
+
+            model.model.layers[1].register_forward_hook(wait_for_others)
+            model(ids, past_key_values=FoldedCache(model.config))
+
     def test_a_cache_that_is_not_seen_is_refused(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         """Nobody is to take the speed of unfolding for that of reading folded."""
 
@@ -304,6 +387,31 @@ class TestInterrupts:
         assert {layer.get_seq_length() for layer in cache.layers} == {0}
         model.model.layers[1].self_attn.v_proj.weight.mul_(1e-6)
         assert model(random_ids(1, 200), past_key_values=cache).logits.isfinite().all()
+
+    @pytest.mark.parametrize("error", INTERRUPTS)
+    def test_while_it_is_chosen_what_to_evict(self, llama: PreTrainedModel, random_ids: Ids, error: Any) -> None:
+        @dataclass(frozen=True)
+        class Breaks(StreamingLLM):
+            def scores(self, candidates: Any) -> Tensor:
+                if fails:
+                    raise error
+                return super().scores(candidates)
+
+        fails = False
+        policy = Breaks(budget=280, interval=32)
+        cache, twin = (FoldedCache(llama.config, "kvfold-3", eviction=policy) for _ in range(2))
+        for each in (cache, twin):
+            llama(random_ids(1, 400), past_key_values=each)
+        more, held = random_ids(1, 100, seed=1), cache.report().layers
+        assert held[0].evicted
+        fails = True
+        with pytest.raises(error):
+            llama(more, past_key_values=cache)
+        assert cache.get_seq_length() == 400
+        assert cache.report().layers == held
+        fails = False
+        assert torch.equal(llama(more, past_key_values=cache).logits, llama(more, past_key_values=twin).logits)
+        assert cache.report().layers == twin.report().layers
 
     def test_saving_and_copying_within_a_pass(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         cache = FoldedCache(llama.config, "kvfold-3")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 import torch
 import transformers
 from commands import run_kvfold
+from conftest import DATA
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvfold.cache.calibration import Calibration
 from kvfold.cli import errors
 
 SIZES = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257}
@@ -65,6 +68,7 @@ COMMANDS = {
     "calibrate": ("--passage", "100", "--passages", "1", "--no-budgets"), "demo": ("--tokens", "260"),
     "sweep": ("--passage", "260"),
 }  # fmt: skip
+PROSE = (DATA / "prose.txt").read_text()
 TEXT = ("eval", "bench", "compare", "calibrate", "sweep")
 
 
@@ -139,6 +143,89 @@ def test_settings_of_a_model_that_generate_otherwise(tmp_path: Path) -> None:
     run = run_kvfold("generate", "--model", str(folder), "--prompt", "Why?", "--max-new-tokens", "3", "--json")
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["new_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("generation_config.json", {"use_cache": False}),
+        ("config.json", {"use_cache": False}),
+        ("generation_config.json", {"prompt_lookup_num_tokens": 3}),
+        ("generation_config.json", {"return_dict_in_generate": True, "output_hidden_states": True}),
+        ("generation_config.json", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("generation_config.json", {"max_time": 0.0}),
+        ("generation_config.json", {"stop_strings": ["never said"]}),
+    ],
+)
+def test_settings_of_a_model_change_no_answer(tmp_path: Path, file: str, settings: dict[str, Any]) -> None:
+    """Each token is read once, into the cache, and one answer comes of it."""
+    question = ("--prompt", "Why is the sky blue, and who said so?", "--max-new-tokens", "5", "--json")
+    seen = []
+    for change in (lambda folder: None, _json(file, **settings)):
+        torch.manual_seed(0)
+        folder = _changed(tmp_path / f"model{len(seen)}", change)
+        if file == "config.json":
+            (folder / "generation_config.json").unlink(missing_ok=True)
+        run = run_kvfold("generate", "--model", str(folder), *question, "--cache", str(folder / "prompt.kv"))
+        assert run.returncode == 0, run.stderr
+        answer = json.loads(run.stdout)
+        seen.append((answer["text"], answer["new_tokens"], [row["tokens"] for row in answer["layers"]]))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("differs", ["query_energy", "key_variance", "energy"])
+def test_a_cache_by_another_calibration_is_not_reused(tmp_path: Path, differs: str) -> None:
+    model = str(fuzz_cli.make_model(tmp_path / "model"))
+    (tmp_path / "text").write_text(PROSE[:4000])
+    one, other = tmp_path / "one", tmp_path / "other"
+    made = run_kvfold(
+        "calibrate", "--model", model, "--text", str(tmp_path / "text"), "--passage", "300", "--passages", "1",
+        "--no-budgets", "--out", str(one),
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    calibration = Calibration.load(one)
+    changed = {i: replace(each, **{differs: getattr(each, differs).flip(-1)}) for i, each in calibration.layers.items()}
+    replace(calibration, layers=changed).save(other)
+    say = ("generate", "--model", model, "--prompt", PROSE[:1000], "--max-new-tokens", "2")
+    reuse = ("--format", "kvfold-3:turboquant-2.5", "--cache", str(tmp_path / "kept.kv"))
+    if differs == "energy":
+        reuse = ("--format", "turboquant-2.5", *reuse[2:])
+    assert run_kvfold(*say, *reuse, "--calibration", str(one)).returncode == 0
+    assert run_kvfold(*say, *reuse, "--calibration", str(one)).returncode == 0
+    assert "was made with another --calibration" in _fails(*say, *reuse, "--calibration", str(other))
+
+
+def test_files_that_a_model_is_made_of_are_not_replaced_through_links(tmp_path: Path) -> None:
+    """As a hub keeps them: a folder of links to files elsewhere."""
+    real = fuzz_cli.make_model(tmp_path / "blobs")
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for each in real.iterdir():
+        (linked / each.name).symlink_to(Path("..") / "blobs" / each.name)
+    (tmp_path / "text").write_text(PROSE[:4000])
+    before = {each.name: each.read_bytes() for each in real.iterdir()}
+    to = ("calibrate", "--model", linked, "--text", tmp_path / "text", "--passage", 300, "--passages", 1)
+    new = linked / "chat_template.jinja"
+    for out in (linked / "model.safetensors", real / "model.safetensors", real / "config.json", new):
+        assert "would replace" in _fails(*to, "--no-budgets", "--out", out)
+    assert {each.name: each.read_bytes() for each in real.iterdir()} == before
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_theta": 0}, {"rope_theta": -5.0}, {"rope_theta": 1e308}, {"partial_rotary_factor": -1},
+     {"partial_rotary_factor": 0.001}, {"rope_type": "linear", "factor": 0.0}],
+)  # fmt: skip
+def test_rope_that_no_model_has(tmp_path: Path, rope: dict[str, Any]) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 1e4} | rope
+    folder = _changed(tmp_path / "model", _json("config.json", rope_parameters=parameters))
+    (tmp_path / "text").write_text(PROSE[:4000])
+    said = _fails(
+        "calibrate", "--eviction", "--model", folder, "--text", tmp_path / "text", "--passage", 300, "--passages", 1,
+        "--out", tmp_path / "out.tria",
+    )  # fmt: skip
+    assert "the config's " in said
 
 
 @pytest.mark.parametrize("command", ["calibrate", "sweep", "tasks"])

@@ -233,7 +233,10 @@ def test_bad_calibrations(tmp_path: Path, demo: tuple[PreTrainedModel, PreTraine
         with pytest.raises(ValueError, match="calibrate this model"):
             kvfold.FoldedCache(config, calibration=other)
     kvfold.FoldedCache(config, "turboquant-4", calibration=kvfold.Calibration({}))  # has no use for it
+    fits = torch.ones(3, 64)
     with pytest.raises(ValueError, match="has no layer 1"):
+        kvfold.FoldedCache(config, calibration=kvfold.Calibration({0: KeyStatistics(fits, fits)}))
+    with pytest.raises(ValueError, match="2 heads of 32, keys have 3 heads of 64"):
         kvfold.FoldedCache(config, calibration=kvfold.Calibration({0: KeyStatistics(ones, ones)}))
     cache = LayerCache(LayerConfig("kvfold-4", statistics=KeyStatistics(ones, ones)))
     with pytest.raises(ValueError, match="2 heads of 32, keys have 2 heads of 64"):

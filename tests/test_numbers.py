@@ -3,16 +3,18 @@
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import kvfold
 from kvfold import FoldedCache, Policy, QueryStatistics, SnapKV, StreamingLLM, TokenStore, TriAttention
+from kvfold.cache.calibration import Calibration, Loss
 from kvfold.cache.files.contents import Contents
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.compare import Executor
 from kvfold.evaluate.sweep import Budgets, Steps
-from kvfold.formats import Window, check_names, get_format
+from kvfold.formats import KeyStatistics, Window, check_names, get_format
 from kvfold.formats.base import LARGEST_PAGE
 from kvfold.formats.before_rope import frequencies_of
 from kvfold.formats.turboquant import TurboQuant
@@ -46,6 +48,73 @@ def test_whole_numbers(kind: Any, others: dict[str, Any], name: str, least: int)
             kind(**{**others, name: wrong})
 
 
+def test_numbers_of_numpy_are_kept_as_any(llama: Any, random_ids: Any, tmp_path: Any) -> None:
+    """What takes them can be saved."""
+    window = Window(np.int64(4), np.int32(24), np.uint8(24))
+    assert {type(number) for number in (window.sinks, window.recent, window.undo)} == {int}
+    policy = Policy("kvfold-3", dense_first=np.int64(1), exceptions=[(np.int64(2), "dense")], window=window)
+    cache = FoldedCache(llama.config, policy=policy, eviction=StreamingLLM(budget=np.int64(300)))
+    llama(random_ids(1, 330), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    assert FoldedCache.load(tmp_path / "cache").get_seq_length() == 330
+
+
+@pytest.mark.parametrize("wrong", ["yes", "no", 1, 0, None, np.bool_(True)])
+def test_true_or_false(llama: Any, wrong: Any) -> None:
+    for name, make in {
+        "sharpen": lambda: FoldedCache(llama.config, "tbq3", sharpen=wrong),
+        "budgets": lambda: Policy("kvfold-4", budgets=wrong),
+        "layer_budgets": lambda: TriAttention(STATISTICS, budget=1000, layer_budgets=wrong),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name} = .*: give True or False"):
+            make()
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "x", b"x", [[1.5]], {}])
+def test_things_of_another_kind(llama: Any, random_ids: Any, tmp_path: Any, wrong: Any) -> None:
+    cache = FoldedCache(llama.config, "kvfold-3")
+    llama(random_ids(2, 100), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    calls: list[tuple[str, Any]] = [
+        ("eviction = ", lambda: cache.evict(wrong)),
+        ("indices", lambda: cache.batch_select_indices(wrong)),
+        ("beam_idx", lambda: cache.reorder_cache(wrong)),
+        ("tables", lambda: QueryStatistics(1, 4, 1e4, 1.0, wrong)),
+    ]
+    if wrong is not None:
+        calls += [
+            ("config is a", lambda: FoldedCache.load(tmp_path / "cache", config=wrong)),
+            ("eviction = ", lambda: FoldedCache.load(tmp_path / "cache", eviction=wrong)),
+            ("ids = ", lambda: cache.save(tmp_path / "cache", ids=wrong)),
+        ]
+    if not isinstance(wrong, str):
+        calls += [("path = ", lambda: cache.save(wrong)), ("path = ", lambda: FoldedCache.load(wrong))]
+        calls += [("calibration = ", lambda: FoldedCache(llama.config, calibration=wrong))] * (wrong is not None)
+    for name, call in calls:
+        with pytest.raises((TypeError, ValueError, IndexError), match=name):
+            call()
+    with pytest.raises(ValueError, match="tokens_to_remove = "):
+        cache.crop(torch.tensor([1, 2]))
+    for ids in (torch.ones(2, 100, dtype=torch.bool), -torch.ones(2, 100, dtype=torch.long)):
+        with pytest.raises(ValueError, match="integers from 0 on"):
+            cache.save(tmp_path / "cache", ids=ids)
+    assert cache.get_seq_length() == 100
+
+
+def test_calibrations_of_no_numbers() -> None:
+    ones = torch.ones(3, 64)
+    for wrong in (ones * nan, -ones, ones * inf):
+        for name in ("query_energy", "key_variance", "energy"):
+            statistics = KeyStatistics(**({"query_energy": ones, "key_variance": ones, "energy": ones} | {name: wrong}))
+            with pytest.raises(ValueError, match=f"layer 0: {name} holds"):
+                Calibration({0: statistics})
+    for loss in (Loss(nan, 64), Loss(0.1, 0)):
+        with pytest.raises(ValueError, match="layer 0: losses"):
+            Calibration({0: KeyStatistics(ones, ones)}, losses={0: (loss, loss)})
+    with pytest.raises(ValueError, match="about = "):
+        Calibration({}, about={"tokens": 5})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -57,8 +126,9 @@ def test_whole_numbers(kind: Any, others: dict[str, Any], name: str, least: int)
         (lambda x: Steps(key_bits=(x,)), "key_bits"),
         (lambda x: Steps(page_sizes=(x,)), "page_sizes"),
         (lambda x: Policy("kvfold-4", exceptions=[(x, "dense")]), "exceptions: layer"),
-        (lambda x: QueryStatistics(1, 4, x, 1.0, STATISTICS.tables), "a number is a NaN"),
-        (lambda x: QueryStatistics(1, 4, 1e4, x, STATISTICS.tables), "a number is a NaN"),
+        (lambda x: QueryStatistics(1, 4, x, 1.0, STATISTICS.tables), "rope_theta"),
+        (lambda x: QueryStatistics(1, 4, 1e4, x, STATISTICS.tables), "attn_scale"),
+        (lambda x: TriAttention(STATISTICS, budget=1000, frequencies=(x,)), "frequencies"),
         (lambda x: TriAttention(STATISTICS, budget=1000, turned_by=x), "turned_by"),
     ],
 )

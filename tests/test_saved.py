@@ -522,6 +522,26 @@ class TestRefused:
             FoldedCache.load(path)
 
     @pytest.mark.drawn
+    @pytest.mark.parametrize("format", ["turboquant-4", "kvfold-3"])
+    @pytest.mark.parametrize(("name", "number"), [("heads", 2**17), ("heads", 2**20), ("columns", 2**31 - 1)])
+    def test_sizes_that_no_tensor_has(
+        self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path, format: str, name: str, number: int
+    ) -> None:
+        """Nothing of such a size is made before it is refused."""
+        cache = FoldedCache(llama.config, format)
+        _logits(llama, random_ids(1, 60), cache)
+        cache.save(tmp_path / "cache")
+        saved = read(tmp_path / "cache", KIND, VERSION)
+        layer = saved.data["layer0"]
+        if name == "heads":
+            layer["shape"][1] = number
+        else:
+            layer["columns"] = number
+        write(tmp_path / "large", KIND, VERSION, saved)
+        says = f"shape is of {number} heads" if name == "heads" else r"in the place of .* of the shape|does not come to"
+        with pytest.raises(ValueError, match=says):
+            FoldedCache.load(tmp_path / "large")
+
     def test_random_damages(self, tmp_path: Path) -> None:
         """Flipped bits, truncations, splices and the like: each is noticed, unless the bytes come out the same."""
         whole = _small_file(tmp_path / "file")

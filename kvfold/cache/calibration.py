@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from kvfold.cache.files.paths import check_input, replacing
 from kvfold.formats import KeyStatistics
+from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 
 KIND = "kvfold-calibration-1"
 NAMES = ("query_energy", "key_variance")
@@ -100,6 +103,19 @@ class Calibration:
     about: Mapping[str, str] = field(default_factory=dict)
     losses: Mapping[int, tuple[Loss, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for index, statistics in self.layers.items():
+            whole("layers", index, most=MOST_OF_A_MODEL)
+            for name in (*NAMES, ENERGY):
+                tensor = getattr(statistics, name)
+                if tensor is not None and not (tensor.isfinite().all() and (tensor >= 0).all()):
+                    raise ValueError(f"layer {index}: {name} holds a NaN, an infinity, or a number below 0")
+        for index, losses in self.losses.items():
+            if not all(isfinite(loss.kl) and loss.channels > 0 for loss in losses):
+                raise ValueError(f"layer {index}: losses = {losses} are no finite KL of one or more channels")
+        if not all(isinstance(text, str) for pair in self.about.items() for text in pair):
+            raise ValueError(f"about = {dict(self.about)!r}: give texts by name, as a file has them")
+
     @classmethod
     def of(
         cls, given: "Calibration | str | os.PathLike[str] | None", model_type: str | None, layers: int
@@ -110,6 +126,8 @@ class Calibration:
         """
         if given is None:
             return None
+        if not isinstance(given, Calibration | str | os.PathLike):
+            raise TypeError(f"calibration = {short(given)}: give a kvfold.Calibration, or a file's path")
         calibration = given if isinstance(given, Calibration) else cls.load(given)
         measured, last = calibration.about.get("model_type"), max(calibration.layers, default=0)
         other = model_type is not None and measured not in (None, model_type)

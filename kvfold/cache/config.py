@@ -118,13 +118,11 @@ def _checked(
     config: LayerConfig, shape: LayerShape, calibration: Calibration | None, frequencies: Frequencies
 ) -> LayerConfig:
     """`config`, with RoPE's frequencies if its formats need them; raises ValueError if they do not fit the layer."""
-    keys = config.formats_of(*shape.folded_dims).keys
-    if keys.turns_back:
+    formats = config.formats_of(*shape.folded_dims)
+    if formats.keys.turns_back:
         config = replace(config, frequencies=frequencies(config.index, config.format))
-        keys = config.formats_of(*shape.folded_dims).keys
-    if calibration is not None and keys.awaits_fit:
-        if config.statistics is None:
-            raise ValueError(f"the calibration has no layer {config.index}: calibrate this model")
-        if keys.head_dim == config.statistics.key_variance.shape[-1]:
-            keys.fitted(config.statistics)
+        formats = config.formats_of(*shape.folded_dims)
+    if calibration is not None and formats.keys.awaits_fit and config.statistics is None:
+        raise ValueError(f"the calibration has no layer {config.index}: calibrate this model")
+    config.calibrated(formats, shape.kv_heads, shape.folded_dims[0])  # raises if it is of other keys
     return config

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvfold.formats import DEFAULT, Window, check_names
-from kvfold.formats.numbers import LARGEST, whole
+from kvfold.formats.numbers import LARGEST, truth, whole, whole_field
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("dense_first", "dense_last"):
-            whole(name, getattr(self, name))
+            whole_field(self, name)
         if not isinstance(self.exceptions, Sequence) or any(
             not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2 for pair in self.exceptions
         ):
             raise ValueError(f"exceptions = {self.exceptions!r}: give pairs of a layer and a format, [(0, 'dense')]")
-        if not isinstance(self.budgets, bool):
-            raise ValueError(f"budgets = {self.budgets!r}: give True or False")
-        for index, _ in self.exceptions:
-            whole("exceptions: layer", index, least=-LARGEST)
+        truth("budgets", self.budgets)
+        numbered = ((whole("exceptions: layer", index, least=-LARGEST), format) for index, format in self.exceptions)
+        object.__setattr__(self, "exceptions", tuple(numbered))
         if self.window is not None and not isinstance(self.window, Window):
             raise ValueError(f"window = {self.window!r}: give a kvfold.formats.Window, or None")
         for format in (self.format, *(format for _, format in self.exceptions)):

@@ -8,7 +8,7 @@ from torch.nn.functional import avg_pool1d
 
 from kvfold.attention.reference import page_scores
 from kvfold.eviction.policy import Candidates, Eviction
-from kvfold.formats.numbers import real, whole
+from kvfold.formats.numbers import real, whole_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class SnapKV(Eviction):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("window", "kernel"):
-            whole(name, getattr(self, name), 1)
+            whole_field(self, name, 1)
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel = {self.kernel}: give an odd number of neighbours")
         if self.scaling is not None:

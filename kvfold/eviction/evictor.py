@@ -1,12 +1,22 @@
 """When a policy acts on a cache."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.rows import FoldedRows
 from kvfold.eviction.policy import Candidates, Eviction
+
+
+@dataclass
+class Plan:
+    """Tokens that are to go from a cache of so many `columns`."""
+
+    columns: int
+    # Rows, the tokens that they keep, and how many their heads had forgotten before.
+    rows: list[tuple[FoldedRows, Tensor, int]] = field(default_factory=list)
 
 
 class Evictor:
@@ -21,20 +31,17 @@ class Evictor:
         self.triggers = 0
         self._acted_at = 0
 
-    def after(self, layers: Sequence[LayerCache]) -> None:
-        """Act if it is time: called after each forward pass."""
-        policy = self.policy
+    def due(self, layers: Sequence[LayerCache]) -> Plan | None:
+        """What is to be evicted after this forward pass; None if it is not time. Layers stay as they are."""
         columns = max((layer.columns for layer in layers), default=0)
         self._acted_at = min(self._acted_at, columns)  # it may have been cropped
-        if policy.interval is not None:
-            if columns - self._acted_at < policy.interval:
-                return
-            self._acted_at = columns
-        self.act(layers, policy.slack or 0)
+        if self.policy.interval is not None and columns - self._acted_at < self.policy.interval:
+            return None
+        return self.plan(layers, self.policy.slack or 0)
 
-    def act(self, layers: Sequence[LayerCache], slack: int = 0) -> None:
-        """Evict what layers hold beyond their budgets, if it is more than `slack`."""
-        policy, acted = self.policy, False
+    def plan(self, layers: Sequence[LayerCache], slack: int = 0) -> Plan:
+        """What layers hold beyond their budgets, if it is more than `slack`. Layers stay as they are."""
+        policy, chosen = self.policy, Plan(max((layer.columns for layer in layers), default=0))
         layers = [layer for layer in layers if layer.groups]
         for number in range(len(layers[0].groups) if layers else 0):
             over = []
@@ -49,17 +56,21 @@ class Evictor:
                 continue
             for candidates in over:
                 candidates.rows.check_finite()  # before anything goes
-            chosen = [(each.rows, keep, each.rows.evicted) for each, keep in zip(over, policy.keep(over), strict=True)]
-            try:
-                acted |= self._evict(chosen)
-            except BaseException:  # an interrupt: finish in all layers, or they would hold different tokens
-                self._evict(chosen)
-                raise
-        self.triggers += acted
+            kept = zip(over, policy.keep(over), strict=True)
+            chosen.rows += [(each.rows, keep, each.rows.evicted) for each, keep in kept if keep is not None]
+        return chosen
 
-    def _evict(self, chosen: Sequence[tuple[FoldedRows, Tensor | None, int]]) -> bool:
-        """Evict all but the chosen tokens of rows that have not evicted since; returns whether any were to evict."""
-        for rows, keep, evicted in chosen:
-            if keep is not None and rows.evicted == evicted:
+    def act(self, plan: Plan) -> None:
+        """Evict what `plan` says; an interrupt comes through when all of it has gone."""
+        self._acted_at = plan.columns
+        self.triggers += bool(plan.rows)
+        try:
+            self._evict(plan)
+        except BaseException:  # or layers would hold different tokens
+            self._evict(plan)
+            raise
+
+    def _evict(self, plan: Plan) -> None:
+        for rows, keep, evicted in plan.rows:
+            if rows.evicted == evicted:  # not yet
                 rows.evict(keep, self.policy.unit == "page")
-        return any(keep is not None for _, keep, _ in chosen)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.rows import FoldedRows
-from kvfold.formats.numbers import whole
+from kvfold.formats.numbers import whole_field
 from kvfold.formats.page import Pages
 
 Mode = Literal["union", "per_head", "per_layer_per_head"]
@@ -98,7 +98,7 @@ class Eviction(ABC):
         for name, fewest in least.items():
             value = getattr(self, name)
             if value is not None or name not in ("interval", "slack"):
-                whole(name, value, fewest)
+                whole_field(self, name, fewest)
         if (self.interval is None) == (self.slack is None):
             raise ValueError(
                 f"interval = {self.interval} and slack = {self.slack}: give one of them, and None for the other"

@@ -14,17 +14,19 @@ and then, for each layer and head, f32[pairs] each of Re E[q], Im E[q], E|q| and
 import os
 import struct
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
+from reprlib import repr as short
 
 import torch
 from torch import Tensor
 
 from kvfold.cache.files.paths import check_input, replacing
-from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
+from kvfold.formats.numbers import MOST_OF_A_MODEL, real, whole_field
 
 MAGIC = 0x54524941
 HEADER = struct.Struct("<7I2f28x")
+POSITIVE = 1e-30, 1e30
+"""Bounds of numbers above 0: a file has them as float32."""
 BANDS = 2
 """How many of its strongest pairs decide a layer's budget."""
 
@@ -56,13 +58,15 @@ class QueryStatistics:
     budget_scales: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tables, Tensor):
+            raise ValueError(f"tables = {short(self.tables)}: give a tensor, (layers, heads, 4, pairs)")
         if self.tables.ndim != 4 or self.tables.shape[2] != 4 or not self.tables.is_floating_point():
             raise ValueError(
                 f"tables are {self.tables.dtype} of the shape {tuple(self.tables.shape)}: give floating-point numbers "
                 "of the shape (layers, heads, 4, pairs)"
             )
         for name in ("kv_heads", "head_dim"):
-            whole(name, getattr(self, name), 1, MOST_OF_A_MODEL)
+            whole_field(self, name, 1, MOST_OF_A_MODEL)
         if self.heads % self.kv_heads or 2 * self.pairs > self.head_dim:
             raise ValueError(
                 f"tables of {self.heads} heads and {self.pairs} pairs do not fit kv_heads = {self.kv_heads} and "
@@ -70,9 +74,12 @@ class QueryStatistics:
             )
         if len(self.budget_scales) not in (0, self.layers):
             raise ValueError(f"budget_scales are {len(self.budget_scales)}: give one for each of {self.layers} layers")
-        above = (self.rope_theta, self.attn_scale, *self.budget_scales)
-        if not (self.tables.isfinite().all() and all(isfinite(number) and number > 0 for number in above)):
-            raise ValueError("a number is a NaN, infinite, or not above 0 where it must be")
+        for name in ("rope_theta", "attn_scale"):
+            object.__setattr__(self, name, real(name, getattr(self, name), *POSITIVE))
+        for scale in self.budget_scales:
+            real("budget_scales", scale, *POSITIVE)
+        if not self.tables.isfinite().all():
+            raise ValueError("tables hold a NaN or an infinity")
 
     @classmethod
     def of(
@@ -114,7 +121,7 @@ class QueryStatistics:
         version = 2 if self.budget_scales else 1
         sizes = self.layers, self.heads, self.kv_heads, self.head_dim, self.pairs
         scales = struct.pack(f"<{len(self.budget_scales)}f", *self.budget_scales)
-        numbers = self.tables.contiguous().numpy().astype("<f4").tobytes()
+        numbers = self.tables.float().contiguous().cpu().numpy().astype("<f4").tobytes()
         return HEADER.pack(MAGIC, version, *sizes, self.rope_theta, self.attn_scale) + scales + numbers
 
     @classmethod

@@ -1,7 +1,6 @@
 """TriAttention (arXiv 2604.04921): evicts keys that the model's average queries are expected to ignore."""
 
 from dataclasses import KW_ONLY, dataclass
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from kvfold.eviction.policy import Candidates, Eviction, normalised
 from kvfold.eviction.tria import QueryStatistics
 from kvfold.formats.amx3 import AMX3
+from kvfold.formats.numbers import real, truth
 from kvfold.quant import polar
 from kvfold.quant.importance import expected_queries, pair_scores
 
@@ -41,8 +41,11 @@ class TriAttention(Eviction):
         super().__post_init__()
         if not isinstance(self.statistics, QueryStatistics):
             raise ValueError(f"statistics = {self.statistics!r}: give kvfold.QueryStatistics.load(path)")
-        if not all(map(isfinite, (self.turned_by, *self.frequencies))):
-            raise ValueError(f"turned_by = {self.turned_by}, frequencies = {self.frequencies}: give finite numbers")
+        if not isinstance(self.frequencies, tuple | list):
+            raise ValueError(f"frequencies = {self.frequencies!r}: give a number for each pair of channels")
+        for name, number in (("turned_by", self.turned_by), *(("frequencies", each) for each in self.frequencies)):
+            real(name, number, -1e30, 1e30)
+        truth("layer_budgets", self.layer_budgets)
         if self.layer_budgets and not self.statistics.budget_scales:
             raise ValueError("layer_budgets = True, but the file is of version 1 and has no budget scales")
         if self.layer_budgets and self.mode != "per_layer_per_head":

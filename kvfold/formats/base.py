@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.formats.numbers import LARGEST, whole
+from kvfold.formats.numbers import LARGEST, whole, whole_field
 from kvfold.formats.page import PageForm, Pages, TokenCodes
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.kernels.places import Places
@@ -55,7 +55,7 @@ class Window:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent", "undo"):
-            whole(name, getattr(self, name), most=LARGEST_WINDOW)
+            whole_field(self, name, most=LARGEST_WINDOW)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Format(ABC):
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "bits", "seed"):
-            whole(name, getattr(self, name), least=-LARGEST)
+            whole_field(self, name, least=-LARGEST)
         if self.lanes not in ("tokens", "channels"):
             raise ValueError(f"lanes = {self.lanes!r}: give 'tokens' or 'channels'")
         if self.head_dim % 8 or not 8 <= self.head_dim <= MAX_HEAD_DIM:

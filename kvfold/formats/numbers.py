@@ -23,3 +23,15 @@ def real(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{name} = {short(value)}: give a number from {least:g} to {most:g}")
     return float(value)
+
+
+def truth(name: str, value: Any) -> bool:
+    """`value`, which must be True or False, or ValueError: any other would count as one of them."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {short(value)}: give True or False")
+    return value
+
+
+def whole_field(instance: Any, name: str, least: int = 0, most: int = LARGEST) -> None:
+    """Let a field of a frozen dataclass, a whole number of any type, be an int; raises as `whole`."""
+    object.__setattr__(instance, name, whole(name, getattr(instance, name), least, most))

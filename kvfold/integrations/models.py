@@ -38,6 +38,14 @@ MOST = dict.fromkeys(
      "sliding_window"), LARGEST
 )  # fmt: skip
 """Whole numbers of a config that decide how large a cache is, with their upper bounds."""
+FILES = (
+    "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "processor_config.json",
+)  # fmt: skip
+"""Names that transformers looks for in a model's folder."""
+
 NOT_ZERO = {"num_hidden_layers", "num_attention_heads", "hidden_size"}
 """Those without which there is nothing to cache."""
 
@@ -92,11 +100,12 @@ def load_model(
 
 
 def sources_of(name: str | os.PathLike[str]) -> list[Path]:
-    """Files and folders that `load_model` reads for a name: no output may replace them."""
+    """Files and folders that `load_model` reads for a name, or would read: no output may replace them."""
     if name == DEMO_NAME:
         return [_demo_file().parent, _kept_folder()]
     hub = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}"
-    return [Path(name), hub / "blobs", *hub.glob("snapshots/*")]
+    folders = [Path(name), hub / "blobs", *hub.glob("snapshots/*")]
+    return [*folders, *(Path(name) / file for file in FILES)]
 
 
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:

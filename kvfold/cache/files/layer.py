@@ -91,6 +91,10 @@ def _fill(layer: LayerCache, saved: Contents, groups: int) -> None:
     """Take the rows of all groups out of `saved`."""
     config = layer.config
     batch, kv_heads, key_dim, value_dim = saved.numbers("shape", 4, 1, LARGEST_SAVED)
+    if groups and kv_heads > max(
+        (each.shape[1] for each in saved.tensors.values() if each.ndim > 2 and each.numel()), default=0
+    ):
+        raise ValueError(f"{saved.where}shape is of {kv_heads} heads, and no tensor is")
     dtype = saved.dtype("dtype")
     if config.stored_dtype(dtype) != dtype:
         raise ValueError(f"{saved.where}dtype is {dtype}, which dense_dtype = {config.dense_dtype} does not make")

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from reprlib import repr as short
 from typing import BinaryIO
 
 A_FILE, A_FOLDER = "a file", "a folder"
@@ -23,6 +24,7 @@ def check_input(path: AnyPath, name: str = "path", made_by: str = "") -> Path:
 
     Raises OSError if there is none, or it may not be read; the message begins with `name`.
     """
+    _check_name(path, name)
     there = _kind(path, name)
     if there != A_FILE:
         found = there and f", it is {there}"
@@ -43,6 +45,7 @@ def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | N
     Raises OSError if no file can be there, or something is there that a file must not replace (a folder, a device, a
     FIFO), and ValueError if it is one of the inputs.
     """
+    _check_name(path, name)
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{name} = {str(path)!r}: there is no such folder")
@@ -50,35 +53,56 @@ def check_output(path: AnyPath, name: str = "path", inputs: Sequence[AnyPath | N
     if there and there != A_FILE:
         error = IsADirectoryError if there == A_FOLDER else OSError
         raise error(f"{name} = {str(path)!r} is {there} and was not written: give a file")
+    asked = Path(os.path.abspath(path))
     for source in inputs:
-        if source is not None and _reads(Path(source), target):
+        if source is not None and _reads(Path(source), target, asked):
             raise ValueError(f"{name} = {str(path)!r} would replace {str(source)!r}: name another file")
     if not os.access(target.parent, os.W_OK | os.X_OK) or (there and not os.access(target, os.W_OK)):
         raise PermissionError(f"{name} = {str(path)!r} may not be written")
     return target
 
 
+def _check_name(path: AnyPath, name: str) -> None:
+    """Raise TypeError or OSError if nothing can have such a path."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"{name} = {short(path)}: give a path, a str or a pathlib.Path")
+    try:
+        os.fspath(path).encode()  # safetensors opens no other names
+    except UnicodeEncodeError:
+        raise OSError(f"{name} = {str(path)!r}: a name that is no UTF-8; name another file") from None
+    if "\0" in os.fspath(path):
+        raise OSError(f"{name} = {str(path)!r}: a name that holds a NUL; name another file")
+
+
 def _kind(path: AnyPath, name: str) -> str:
     """What is at `path`: a file, something of `KINDS`, or nothing ("")."""
     try:
-        os.fspath(path).encode()  # safetensors opens no other names
         mode = os.stat(os.fspath(path) or os.curdir).st_mode
     except FileNotFoundError:
         return ""
-    except UnicodeEncodeError:
-        raise OSError(f"{name} = {str(path)!r}: a name that is no UTF-8; name another file") from None
-    except (OSError, ValueError) as error:  # a name that is too long, a link to itself, a NUL
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise OSError(f"{name} = {str(path)!r}: {reason}") from None
+    except OSError as error:  # a name that is too long, a link to itself
+        raise OSError(f"{name} = {str(path)!r}: {error.strerror}") from None
     return next((kind for is_one, kind in KINDS if is_one(mode)), A_FILE)
 
 
-def _reads(source: Path, target: Path) -> bool:
-    """Whether `target` is the file `source`, or an existing file in the folder `source`."""
+def _reads(source: Path, target: Path, asked: Path) -> bool:
+    """Whether `target` is the file `source`, or an existing file of the folder `source`, which may be a link there.
+
+    `asked` is the path that leads to `target`.
+    """
     with suppress(OSError):
         if source.is_dir():
-            return target.exists() and source.samefile(target.parent)
+            if not target.exists():
+                return False
+            inside = any(source.samefile(path.parent) for path in (asked, target))
+            return inside or any(_same(each, target) for each in source.iterdir())
         return Path(os.path.realpath(source)) == target or source.samefile(target)
+    return False
+
+
+def _same(one: Path, other: Path) -> bool:
+    with suppress(OSError):
+        return one.samefile(other)
     return False
 
 

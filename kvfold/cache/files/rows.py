@@ -135,10 +135,13 @@ def _dense_from_saved(saved: Contents, rows: FoldedRows, like: tuple[Tensor, Ten
     """Sinks and the tail."""
 
     def dense(name: str, tokens: int, capacity: int) -> tuple[Tensor, Tensor]:
-        parts = rows.dense.room(*like, capacity)
-        for part, empty, room in zip(SIDES[: len(rows.stores)], like, parts, strict=False):
+        held = []
+        for part, empty in zip(SIDES[: len(rows.stores)], like, strict=False):
             shape = (*empty.shape[:2], tokens, empty.shape[3])
-            room[:, :, :tokens] = saved.tensor(f"{name}.{part}", [empty.dtype], shape) if tokens else empty
+            held.append(saved.tensor(f"{name}.{part}", [empty.dtype], shape) if tokens else empty)
+        parts = rows.dense.room(*like, capacity)  # once tensors of that size are there
+        for own, room in zip(held, parts, strict=False):
+            room[:, :, :tokens] = own
         return parts
 
     sinks = tail = None

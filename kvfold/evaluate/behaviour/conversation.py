@@ -11,6 +11,7 @@ from kvfold.cache.calibration import Calibration
 from kvfold.evaluate.behaviour.case import Case, Replies
 from kvfold.integrations.transformers import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
+from kvfold.integrations.transformers.prompt import plain_settings
 
 BATCH_TOKENS = 8_192
 """About how many tokens a batch may hold."""
@@ -84,6 +85,7 @@ def _hold(
             do_sample=False,
             eos_token_id=sorted(ends) or None,
             pad_token_id=filler,
+            **plain_settings(model),
         )
         new = out[:, ids.shape[1] :]
         for row, reply in zip(new.tolist(), replies, strict=True):

@@ -4,12 +4,15 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
+from itertools import count
+from threading import RLock
 from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,20 +22,36 @@ from kvfold.integrations.transformers.attention import attention
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calls import cache_name
 from kvfold.integrations.transformers.latent import expand_unless_folded, latent_modules
-from kvfold.integrations.transformers.layer import GUARDED
+from kvfold.integrations.transformers.layer import ATTACHMENT
 
 logger = logging.getLogger("kvfold")
 
 NAME = "kvfold"
 """The attention implementation of models that do not support "sdpa", during passes over folded caches."""
-_ATTACHMENT = "_kvfold_attachment"
+
+
+class Lock:
+    """A lock that a thread may take again. Copies are others: a copied model computes beside its original."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
+        return Lock, ()
 
 
 def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     """Make `model` read folded caches folded.
 
     A forward pass that is given a `FoldedCache` reads it as codes. Dense layers of the cache, and all other passes, run
-    as before, bit for bit. `detach` undoes it.
+    as before, bit for bit. `detach` undoes it. Passes of a model that is set to another attention than "sdpa", such as
+    "eager", run one at a time, whatever the threads that call it.
 
     Parameters
     ----------
@@ -52,7 +71,7 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     ValueError
         If there is no such backend, or the model is attached with another.
     """
-    attached = vars(model).get(_ATTACHMENT)
+    attached = vars(model).get(ATTACHMENT)
     if attached is not None and _is_guarded(model):
         if backend is not None and attached.backend != backend:
             raise ValueError(
@@ -76,9 +95,9 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     implementation = "sdpa" if getattr(decoder, "_supports_sdpa", False) else NAME
     attachment = Attachment(decoder, backend, implementation, configs)
     for module in {id(model): model, id(decoder): decoder}.values():
-        setattr(module, _ATTACHMENT, attachment)
-        setattr(module, GUARDED, module.forward)
-        module.forward = MethodType(_guarded(module.forward), module)
+        setattr(module, ATTACHMENT, attachment)
+        if not _is_guarded(module):
+            _guard(module)
     for latent in latent_modules(decoder):
         latent.expand_kv = MethodType(expand_unless_folded, latent)  # type: ignore[assignment]
     return True
@@ -86,11 +105,11 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
 
 def detach(model: PreTrainedModel) -> None:
     """Undo `attach`; nothing happens if the model is not attached."""
-    attachment = vars(model).get(_ATTACHMENT)
+    attachment = vars(model).get(ATTACHMENT)
     if attachment is None:
         return
     for module in {id(model): model, id(attachment.decoder): attachment.decoder}.values():
-        vars(module).pop(_ATTACHMENT, None)  # a guard that was wrapped since stays, and does nothing
+        vars(module).pop(ATTACHMENT, None)  # a guard that was wrapped since stays, and does nothing
         if _is_guarded(module):
             _restore(module)
     for latent in latent_modules(attachment.decoder):
@@ -114,18 +133,33 @@ class Attachment:
     # The attention implementation during the pass, by transformers' name; models prepare masks for it.
     implementation: str
     configs: list[PreTrainedConfig]  # configs by which the decoder's layers choose their attention
+    # What they chose before a pass over a folded cache switched them; None while they are not switched.
+    own: list[str] | None = None
+    lock: Lock = field(default_factory=Lock)  # held by passes of a model that has to be switched
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let layers use `implementation`, whatever was set before or since `attach`."""
-        before = [config._attn_implementation_internal for config in self.configs]
-        for config in self.configs:
-            config._attn_implementation_internal = self.implementation
-        try:
+    def in_use(self, folded: bool) -> Iterator[None]:
+        """Let layers use `implementation` in a pass over a folded cache, and in others what was set, even amid one."""
+        switched = [self.implementation] * len(self.configs)
+        if self.own is None and self._chosen() == switched:  # `own` is set before they are switched
             yield
-        finally:
-            for config, own in zip(self.configs, before, strict=True):
-                config._attn_implementation_internal = own
+            return
+        with nullcontext() if is_dynamo_compiling() else self.lock:  # a graph has no locks
+            before, outer = self._chosen(), self.own
+            self.own = before if outer is None else outer
+            try:
+                self._choose(switched if folded else self.own)
+                yield
+            finally:
+                self._choose(before)
+                self.own = outer
+
+    def _chosen(self) -> list[str]:
+        return [config._attn_implementation_internal for config in self.configs]
+
+    def _choose(self, names: list[str]) -> None:
+        for config, name in zip(self.configs, names, strict=True):
+            config._attn_implementation_internal = name
 
 
 def _replaceable(decoder: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -176,15 +210,31 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, eager_mask)
 
 
-def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `forward` for attached models that begins each pass over a folded cache and ends it, even if it raises."""
+def _guard(module: nn.Module) -> None:
+    """Put a guard in front of a module's `forward`, which may be an older guard that something has wrapped.
+
+    The module keeps what is guarded, as copies of it must have their own.
+    """
+    kept = next(name for name in (f"_kvfold_forward{i}" for i in count()) if name not in vars(module))
+    setattr(module, kept, module.forward)
+    module.forward = MethodType(_guarded(module.forward, kept), module)
+
+
+def _guarded(forward: Callable[..., Any], kept: str) -> Callable[..., Any]:
+    """A `forward` for attached models that begins each pass over a folded cache and ends it, even if it raises.
+
+    `kept` is the attribute that holds what it guards.
+    """
 
     @wraps(forward)
     def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        run, attachment = getattr(self, GUARDED), vars(self).get(_ATTACHMENT)
-        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
-        if cache is None or attachment is None:
+        run, attachment = getattr(self, kept), vars(self).get(ATTACHMENT)
+        if attachment is None:
             return run(*args, **kwargs)
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, FoldedCache)), None)
+        if cache is None:
+            with attachment.in_use(folded=False):
+                return run(*args, **kwargs)
         kwargs = _by_its_name(type(self).forward, cache, kwargs)
         mask = _attention_mask(run, args, kwargs)
         if cache.forward_pass.reads_folded:  # a model has called its decoder
@@ -196,7 +246,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         try:
             cache.begin_pass(self, attachment.decoder, attachment.backend, mask)
-            with attachment.in_use() if cache.folds else nullcontext():
+            with attachment.in_use(folded=cache.folds):
                 output = run(*args, **kwargs)
             cache.end_pass(broken=False)
         except BaseException:
@@ -204,7 +254,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
             raise
         return output
 
-    guarded.reads_folded = True  # type: ignore[attr-defined]
+    guarded.guards = kept  # type: ignore[attr-defined]
     return guarded
 
 
@@ -223,12 +273,12 @@ def _by_its_name(forward: Callable[..., Any], cache: FoldedCache, kwargs: dict[s
 
 def _is_guarded(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    return isinstance(forward, MethodType) and hasattr(forward.__func__, "reads_folded")
+    return isinstance(forward, MethodType) and hasattr(forward.__func__, "guards")
 
 
 def _restore(module: nn.Module) -> None:
     """Give a module back the `forward` that it had."""
-    forward = vars(module).pop(GUARDED)
+    forward = vars(module).pop(vars(module)["forward"].__func__.guards)
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
         del vars(module)["forward"]
     else:  # the module had one of its own, such as accelerate sets

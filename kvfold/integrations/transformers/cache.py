@@ -18,7 +18,7 @@ from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, held_bytes
 from kvfold.eviction import Eviction
 from kvfold.eviction.evictor import Evictor
-from kvfold.formats.numbers import LARGEST, whole
+from kvfold.formats.numbers import LARGEST, truth, whole
 from kvfold.integrations.transformers.changes import batch_of, change_all, check_layers_have, crop_all, rows_of
 from kvfold.integrations.transformers.evicting import check_once, for_model
 from kvfold.integrations.transformers.handle import appended_of
@@ -103,8 +103,8 @@ class FoldedCache(WatchedStates):
         if dense_dtype is not None and dense_dtype not in FLOATS.values():
             known = ", ".join(map(str, FLOATS.values()))
             raise ValueError(f"dense_dtype = {dense_dtype!r}: give one of {known}, or None")
-        if eviction is not None and not isinstance(eviction, Eviction):
-            raise TypeError(f"eviction = {eviction!r}: give a policy such as kvfold.TriAttention(...), or None")
+        eviction = None if eviction is None else _checked(eviction)
+        truth("sharpen", sharpen)
         policy = Policy.of(format, policy)
         self.text_config = config.get_text_config(decoder=True)
         self.forward_pass = ForwardPass()
@@ -236,6 +236,9 @@ class FoldedCache(WatchedStates):
             self.passes.roll_back()
         elif begun:
             self.forward_pass.wait_no_longer()
+        # Choosing may fail, and then the pass is rolled back; what has been evicted cannot be.
+        whole = begun and not broken and left is None
+        plan = self.evictor.due(self._folded()) if whole and self.evictor is not None else None
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self.forward_pass.unread.clear()
         self.passes.end()
@@ -246,8 +249,8 @@ class FoldedCache(WatchedStates):
                 "the model was given this cache and did not use it: give it under the name of forward's argument, "
                 "cache (past_key_values before transformers 5.24)"
             )
-        if begun and not broken and self.evictor is not None:  # after the pass, as evicted tokens cannot be rolled back
-            self.evictor.after(self._folded())
+        if self.evictor is not None and plan is not None:
+            self.evictor.act(plan)
 
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
@@ -259,8 +262,9 @@ class FoldedCache(WatchedStates):
             `eviction` of that kind.
         """
         self.passes.end_unended("made to forget tokens")
-        check_once(policy, None if self.evictor is None else self.evictor.policy)
-        self._evictor(policy).act(self._folded())
+        check_once(_checked(policy), None if self.evictor is None else self.evictor.policy)
+        evictor = self._evictor(policy)
+        evictor.act(evictor.plan(self._folded()))
 
     def _evictor(self, policy: Eviction) -> Evictor:
         return Evictor(for_model(policy, self.text_config, self.shapes, self._folded()))
@@ -283,7 +287,9 @@ class FoldedCache(WatchedStates):
             If a sliding-window or linear-attention layer does not hold what it would go back to.
         """
         # generation passes a tensor before transformers 5.20
-        number = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
+        number: Any = tokens_to_remove
+        if isinstance(number, Tensor) and number.numel() == 1:
+            number = number.item()
         given = whole("tokens_to_remove", number, least=-LARGEST)
         self.passes.end_unended("cropped")
         columns = self.get_seq_length()
@@ -426,6 +432,9 @@ class FoldedCache(WatchedStates):
         ValueError
             If it is no saved cache, of another version, damaged, or of another model's config.
         """
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config is a {type(config).__name__}: give a model's config, such as model.config")
+        eviction = None if eviction is None else _checked(eviction)
         saved = read(path, KIND, VERSION)
         try:
             cache: FoldedCache = cache_from_saved(saved, cls, config)
@@ -452,6 +461,13 @@ class FoldedCache(WatchedStates):
         """What is held, layer by layer, walked tensor by tensor."""
         self.passes.forget_ended()
         return report_of(self.layers, self._beside())
+
+
+def _checked(policy: Eviction) -> Eviction:
+    """A policy of eviction, or TypeError."""
+    if not isinstance(policy, Eviction):
+        raise TypeError(f"eviction = {policy!r}: give a policy such as kvfold.TriAttention(...)")
+    return policy
 
 
 def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tensor], new: int) -> tuple[Tensor, Tensor]:

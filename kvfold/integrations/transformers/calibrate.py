@@ -11,7 +11,8 @@ from kvfold.cache.calibration import PAGE_SIZE, SHORTEST, Calibration, Observed
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.eviction import QueryStatistics
-from kvfold.formats.numbers import whole
+from kvfold.eviction.tria import POSITIVE
+from kvfold.formats.numbers import real, whole
 from kvfold.integrations.transformers.attach import attach
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
@@ -175,7 +176,7 @@ def measure_queries(
         kv_heads=of.kv_heads,
         head_dim=2 * pairs,
         rope_theta=rope.theta,
-        attn_scale=(2 * pairs) ** -0.5 if scaling is None else scaling,
+        attn_scale=(2 * pairs) ** -0.5 if scaling is None else real("attention_multiplier", scaling, *POSITIVE),
     )
 
 

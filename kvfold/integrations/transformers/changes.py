@@ -1,6 +1,7 @@
 """Changes between forward passes that all layers of a cache make, or none."""
 
 from collections.abc import Callable, Sequence
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -77,7 +78,10 @@ def rows_of(indices: Tensor, name: str, batch: int, least: int) -> Tensor:
 
     Raises IndexError, which calls the argument `name`, if there is no such row.
     """
-    indices = torch.as_tensor(indices)
+    try:
+        indices = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        raise IndexError(f"{name} = {short(indices)}: give numbers of rows, (rows,)") from None
     if indices.dtype == torch.bool and tuple(indices.shape) == (batch,):
         return indices.nonzero().flatten()
     if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:

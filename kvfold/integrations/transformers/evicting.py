@@ -81,8 +81,9 @@ def _tri_attention(
 
 
 def head_shape(shapes: Sequence[LayerShape]) -> LayerShape:
-    """The shape of a model's first layer with keys; of a layer without, if there is none."""
-    return next((shape for shape in shapes if shape.key_dim), LayerShape("none"))
+    """The shape of a model's first layer that folds; of any with keys if none folds, of a layer without if none has."""
+    with_keys = [shape for shape in shapes if shape.key_dim]
+    return next((shape for shape in with_keys if shape.folds), next(iter(with_keys), LayerShape("none")))
 
 
 def model_rope(config: PreTrainedConfig, shapes: Sequence[LayerShape]) -> Rope:

@@ -17,8 +17,8 @@ from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
 
-GUARDED = "_kvfold_forward"
-"""The attribute under which an attached model keeps the `forward` that it had."""
+ATTACHMENT = "_kvfold_attachment"
+"""The attribute of attached models, and of their decoders."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
             return FoldedHandle(appended, key_states, 0, *how), FoldedHandle(appended, value_states, 1, *how)
         if self.folded.config.sharpen:
             raise ValueError("sharpen = True, but this model does not read folded caches: kvfold.attach(model) first")
-        if not self.forward_pass.warned and any(GUARDED in vars(caller) for caller in calling_modules()):
+        if not self.forward_pass.warned and any(ATTACHMENT in vars(caller) for caller in calling_modules()):
             raise RuntimeError(
                 "this model is attached, but did not find this cache among its arguments, and so does not read it "
                 "folded: give the FoldedCache itself, or kvfold.detach(model) to unfold it at each read"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,20 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = Fals
     return ids
 
 
+PLAIN = {
+    "use_cache": True, "cache_implementation": None, "num_beams": 1, "num_return_sequences": 1,
+    "return_dict_in_generate": False, "output_attentions": False, "output_hidden_states": False,
+    "prompt_lookup_num_tokens": None, "assistant_early_exit": None, "use_mtp": False, "penalty_alpha": None,
+    "constraints": None, "force_words_ids": None, "dola_layers": None, "max_time": None,
+}  # fmt: skip
+"""Settings of `generate` that a greedy or sampled answer, token by token into a given cache, needs."""
+
+
+def plain_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """`PLAIN`, as far as this release of transformers has it, for calls of `generate`: a model's own may differ."""
+    return {name: value for name, value in PLAIN.items() if hasattr(model.generation_config, name)}
+
+
 @torch.no_grad()
 def read_prompt(
     model: PreTrainedModel,
@@ -81,8 +96,8 @@ def answer(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         streamer=streamer,
         logits_processor=LogitsProcessorList([_refuse_no_numbers]),
-        num_beams=1,  # whatever the model's own settings say
-        cache_implementation=None,
+        tokenizer=tokenizer,  # for the model's own stop strings
+        **plain_settings(model),
         **sampling,
     )
     seconds = time.perf_counter() - start

@@ -1,12 +1,14 @@
 """How a model's RoPE turns keys."""
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.cache.shape import LayerShape
+from kvfold.formats.numbers import real
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:
     """The RoPE of all full-attention layers of a model; None if the config does not fix its frequencies.
 
     Scaled ones (linear, llama3, YaRN, …) are those that transformers computes. Scaling that depends on the length of a
-    sequence gives None.
+    sequence gives None. Raises ValueError if the config has impossible numbers.
     """
     rope = getattr(config, "rope_parameters", None)
     layer_type = {}
@@ -30,13 +32,21 @@ def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:
         rope, layer_type = rope["full_attention"], {"layer_type": "full_attention"}
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return None
-    kind, theta = rope.get("rope_type", "default"), float(rope["rope_theta"])
+    kind, theta = rope.get("rope_type", "default"), real("the config's rope_theta", rope["rope_theta"], 1e-3, 1e30)
     if kind == "default":
-        dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        factor = real("the config's partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 0, 1)
+        dim = int(head_dim * factor)
+        if dim < 2:
+            raise ValueError(f"the config's partial_rotary_factor = {factor}: RoPE would turn no channel of {head_dim}")
         return Rope(tuple(theta ** (-2 * f / dim) for f in range(dim // 2)), 1.0, theta)
     if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
         return None
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **layer_type)
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **layer_type)
+    except Exception as error:  # configs fail in many ways
+        raise ValueError(f"the config's rope_parameters = {rope} give no frequencies: {error}") from None
+    if not (frequencies.isfinite().all() and isfinite(factor)):
+        raise ValueError(f"the config's rope_parameters = {rope} give a frequency or a factor that is not finite")
     return Rope(tuple(frequencies.tolist()), float(factor), theta)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -178,12 +179,15 @@ def cache_to_saved(cache: Any, ids: Tensor | None) -> Contents:
     saved.data["model"] = cache.origin.fingerprint() if held else None
     saved.data["ids"] = ids is not None
     if ids is not None:
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids = {short(ids)}: give a tensor, (batch, tokens) or (tokens,)")
         ids = ids[None] if ids.ndim == 1 else ids
         rows, tokens = held or (ids.shape[0], 0)
-        if ids.is_floating_point() or tuple(ids.shape) != (rows, tokens):
+        whole_numbers = not ids.is_floating_point() and ids.dtype != torch.bool and bool((ids >= 0).all())
+        if not whole_numbers or tuple(ids.shape) != (rows, tokens):
             raise ValueError(
                 f"ids are {ids.dtype} of the shape {tuple(ids.shape)}: give those of the {tokens} tokens that the "
-                f"cache holds, ({rows}, {tokens}) integers; generate's last token is not among them"
+                f"cache holds, ({rows}, {tokens}) integers from 0 on; generate's last token is not among them"
             )
         saved.tensors["ids"] = ids.long()
     for i, layer in enumerate(cache.layers):
