@@ -213,13 +213,15 @@ class TestAttaching:
         expected = model(ids).logits
         kvfold.attach(model)
         folded = model(ids, past_key_values=FoldedCache(model.config)).logits
-        inside: list[Tensor] = []
-        hook = model.model.layers[1].register_forward_hook(
-            lambda *_: inside.append(torch.empty(0)) or inside.append(model(ids).logits) if not inside else None
-        )
-        model(ids, past_key_values=FoldedCache(model.config))  # and a pass amid another
-        hook.remove()
-        assert torch.equal(inside[-1], expected)
+        amid: list[Tensor] = []
+
+        def pass_amid_another(*_: object) -> None:
+            hook.remove()
+            amid.append(model(ids).logits)
+
+        hook = model.model.layers[1].register_forward_hook(pass_amid_another)
+        model(ids, past_key_values=FoldedCache(model.config))
+        assert torch.equal(amid[0], expected)
 
         def read(turn: int) -> bool:
             if turn % 3 == 0:

@@ -173,6 +173,23 @@ def test_settings_of_a_model_change_no_answer(tmp_path: Path, file: str, setting
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 4}, {"stop_strings": ["never"]}]
+)
+def test_settings_of_a_model_change_no_task(tmp_path: Path, settings: dict[str, Any]) -> None:
+    seen = []
+    for change in (lambda folder: None, _json("generation_config.json", **settings)):
+        torch.manual_seed(0)
+        folder = _changed(tmp_path / f"model{len(seen)}", change)
+        run = run_kvfold(
+            "tasks", "--model", str(folder), "--tasks", "needle", "--lengths", "400", "--repeats", "1", "--formats",
+            "kvfold-3", "--out", str(folder / "rows.jsonl"), "--json",
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        seen.append([(row["format"], row["case"], row["answer"]) for row in json.loads(run.stdout)["outcomes"]])
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("differs", ["query_energy", "key_variance", "energy"])
 def test_a_cache_by_another_calibration_is_not_reused(tmp_path: Path, differs: str) -> None:
     model = str(fuzz_cli.make_model(tmp_path / "model"))

@@ -234,6 +234,13 @@ class TestGoingOn:
             _goes_on_alike(llama, cache, tmp_path / "cache", random_ids(2, 90, seed=1))
         assert torch.equal(*logits)
 
+    def test_calibrations_from_before_files_held_energies(self, llama: PreTrainedModel, tmp_path: Path) -> None:
+        layers = {i: KeyStatistics(*torch.rand(2, 2, 64)) for i in range(4)}
+        kvfold.Calibration(layers).save(tmp_path / "old")
+        FoldedCache(llama.config, "kvfold-3", calibration=tmp_path / "old")
+        with pytest.raises(ValueError, match="make it anew with kvfold calibrate"):
+            FoldedCache(llama.config, "turboquant-2.5", calibration=tmp_path / "old")
+
     def test_empty(self, tiny: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         cache = FoldedCache(tiny.config, "kvfold-3")
         _logits(tiny, random_ids(2, 100), cache)

@@ -33,7 +33,7 @@ class Evictor:
 
     def due(self, layers: Sequence[LayerCache]) -> Plan | None:
         """What is to be evicted after this forward pass; None if it is not time. Layers stay as they are."""
-        columns = max((layer.columns for layer in layers), default=0)
+        columns = _columns(layers)
         self._acted_at = min(self._acted_at, columns)  # it may have been cropped
         if self.policy.interval is not None and columns - self._acted_at < self.policy.interval:
             return None
@@ -41,7 +41,7 @@ class Evictor:
 
     def plan(self, layers: Sequence[LayerCache], slack: int = 0) -> Plan:
         """What layers hold beyond their budgets, if it is more than `slack`. Layers stay as they are."""
-        policy, chosen = self.policy, Plan(max((layer.columns for layer in layers), default=0))
+        policy, chosen = self.policy, Plan(_columns(layers))
         layers = [layer for layer in layers if layer.groups]
         for number in range(len(layers[0].groups) if layers else 0):
             over = []
@@ -74,3 +74,7 @@ class Evictor:
         for rows, keep, evicted in plan.rows:
             if rows.evicted == evicted:  # not yet
                 rows.evict(keep, self.policy.unit == "page")
+
+
+def _columns(layers: Sequence[LayerCache]) -> int:
+    return max((layer.columns for layer in layers), default=0)

@@ -38,6 +38,9 @@ MOST = dict.fromkeys(
      "sliding_window"), LARGEST
 )  # fmt: skip
 """Whole numbers of a config that decide how large a cache is, with their upper bounds."""
+NOT_ZERO = {"num_hidden_layers", "num_attention_heads", "hidden_size"}
+"""Those without which there is nothing to cache."""
+
 FILES = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
@@ -45,9 +48,6 @@ FILES = (
     "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "processor_config.json",
 )  # fmt: skip
 """Names that transformers looks for in a model's folder."""
-
-NOT_ZERO = {"num_hidden_layers", "num_attention_heads", "hidden_size"}
-"""Those without which there is nothing to cache."""
 
 
 def load_model(

@@ -85,6 +85,7 @@ def _hold(
             do_sample=False,
             eos_token_id=sorted(ends) or None,
             pad_token_id=filler,
+            tokenizer=tokenizer,  # for the model's own stop strings
             **plain_settings(model),
         )
         new = out[:, ids.shape[1] :]

@@ -51,7 +51,7 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
 
     A forward pass that is given a `FoldedCache` reads it as codes. Dense layers of the cache, and all other passes, run
     as before, bit for bit. `detach` undoes it. Passes of a model that is set to another attention than "sdpa", such as
-    "eager", run one at a time, whatever the threads that call it.
+    "eager", or that has no "sdpa", run one at a time, whatever the threads that call it.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ from kvfold.integrations.transformers.operator import await_attention, not_taken
 from kvfold.integrations.transformers.origin import Origin, check_kind
 from kvfold.integrations.transformers.passes import Passes
 from kvfold.integrations.transformers.reporting import report_of
-from kvfold.integrations.transformers.rope import frequencies_of
+from kvfold.integrations.transformers.rope import layer_frequencies
 from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_saved, cache_to_saved, held_by_layer
 from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
 from kvfold.integrations.transformers.states import WatchedStates
@@ -115,7 +115,7 @@ class FoldedCache(WatchedStates):
         self.shapes = layer_shapes(config, layers)
         configs = layer_configs(
             self.shapes, policy, measured, dense_dtype=dense_dtype, sharpen=sharpen,
-            frequencies=lambda index, format: frequencies_of(self.text_config, self.shapes[index], format),
+            frequencies=lambda index, format: layer_frequencies(self.text_config, self.shapes[index], format),
         )  # fmt: skip
         for i, own in configs.items():
             shape, folded = self.shapes[i], LayerCache(own)
@@ -237,8 +237,8 @@ class FoldedCache(WatchedStates):
         elif begun:
             self.forward_pass.wait_no_longer()
         # Choosing may fail, and then the pass is rolled back; what has been evicted cannot be.
-        whole = begun and not broken and left is None
-        plan = self.evictor.due(self._folded()) if whole and self.evictor is not None else None
+        stays = begun and not broken and left is None
+        plan = self.evictor.due(self._folded()) if stays and self.evictor is not None else None
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self.forward_pass.unread.clear()
         self.passes.end()

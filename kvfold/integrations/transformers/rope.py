@@ -50,7 +50,7 @@ def rope_of(config: PreTrainedConfig, head_dim: int) -> Rope | None:
     return Rope(tuple(frequencies.tolist()), float(factor), theta)
 
 
-def frequencies_of(config: PreTrainedConfig, shape: LayerShape, format: str) -> tuple[float, ...]:
+def layer_frequencies(config: PreTrainedConfig, shape: LayerShape, format: str) -> tuple[float, ...]:
     """RoPE's ω_f of a layer whose format turns keys back; raises ValueError if they are not known."""
     rope = rope_of(config, shape.key_dim) if shape.kind == "full" else None
     if rope is None:
