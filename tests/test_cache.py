@@ -140,6 +140,32 @@ def test_storage_grows_ahead_but_not_far() -> None:
     assert store.storage.code.shape[2] == 10  # given back
 
 
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
+def test_older_stores_keep_no_smaller_storage(format: str) -> None:
+    """A forward pass can be undone without holding all pages twice."""
+    fmt = get_format(format, 64)
+    pages = [fmt.fold_from(torch.randn(1, 2, 5 * fmt.page_size, 64)) for _ in range(2)]
+    older = PageStore(fmt.form).with_pages(pages[0])
+    before = [t.clone() for _, t in older.pages().tensors()]
+    newer = older.with_pages(pages[1])
+    assert held_bytes(older, newer) == held_bytes(newer) > held_bytes(before)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, older.pages().tensors(), strict=True))
+    assert held_bytes(older.trimmed().pages()) == held_bytes(before)
+    assert newer.trimmed() is newer
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4", "tbq3"])
+def test_going_back_gives_back_the_room_of_later_tokens(format: str) -> None:
+    key, value = torch.randn(2, 1, 2, 2000, 64)
+    cache = _filled(format, key[:, :, :900], value[:, :, :900])
+    state, bytes_before, before = cache.state(), held_bytes(cache), cache.unfold(torch.float32)
+    cache.append(key[:, :, 900:], value[:, :, 900:])
+    assert held_bytes(cache) > 1.5 * bytes_before
+    cache.restore(state)
+    assert held_bytes(cache) <= bytes_before
+    assert all(map(torch.equal, before, cache.unfold(torch.float32)))
+
+
 def test_held_bytes_walks_real_storages() -> None:
     base = torch.zeros(1000)
     table = torch.zeros(10)

@@ -86,15 +86,12 @@ def test_answers_in_bfloat16(demo: Demo) -> None:
 def test_peak_memory_of_a_process_falls() -> None:
     """With SmolLM2's cache in a model that is quick; benchmarks/memory.py measures SmolLM2 itself."""
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parent / "benchmarks")}
-
-    def least(name: str) -> dict[str, int]:
-        """Of two runs: what else a machine does can only add."""
-        command = [sys.executable, str(here / "peak_memory.py"), name]
-        runs = [json.loads(subprocess.check_output(command, env=environment)) for _ in range(2)]
-        return min(runs, key=lambda run: run["peak_added_bytes"])
-
-    dense, folded = least("dense"), least("kvfold-4")
+    # The allocator gives back what is freed, so that a peak is of tensors, and not of gaps among them.
+    environment = os.environ | {"PYTHONPATH": str(here.parent / "benchmarks"), "MALLOC_MMAP_THRESHOLD_": "131072"}
+    dense, folded = (
+        json.loads(subprocess.check_output([sys.executable, str(here / "peak_memory.py"), name], env=environment))
+        for name in ("dense", "kvfold-4")
+    )
     assert folded["held_bytes"] < 0.36 * dense["held_bytes"]
     saved = dense["peak_added_bytes"] - folded["peak_added_bytes"]
-    assert saved > 0.5 * (dense["held_bytes"] - folded["held_bytes"])
+    assert saved > 0.7 * (dense["held_bytes"] - folded["held_bytes"])

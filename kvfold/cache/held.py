@@ -170,5 +170,5 @@ class HeldRows:
         return dict(vars(self))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to `state`; since then there may only have been appends."""
-        self._become(**state)
+        """Go back to `state`, and give back the room of later pages; since then there may only have been appends."""
+        self._become(**state | {"stores": tuple(store.trimmed() for store in state["stores"])})

@@ -37,10 +37,10 @@ class ArrayStore(PageStore):
 
     def with_pages(self, pages: Pages) -> "ArrayStore":
         added = pages.code.shape[PAGE_DIM]
-        storage = self._reserved(self.count + added, like=pages)
+        room = self._reserved(self.count + added, like=pages)
         for name, tensor in pages.tensors():
-            getattr(storage, name)[:, :, self.count : self.count + added] = to_mlx(tensor)
-        return replace(self, count=self.count + added, storage=storage)
+            getattr(room.pages, name)[:, :, self.count : self.count + added] = to_mlx(tensor)
+        return replace(self, count=self.count + added, room=room)
 
     def with_tokens(self, pages: Pages, first: int) -> "ArrayStore":
         if first == self.count:
@@ -60,11 +60,11 @@ class ArrayStore(PageStore):
         self.form.clear(last, slot)
         return replace(self, count=page).with_pages(last)
 
-    def _copied(self, part: mx.array) -> mx.array:
+    def _copied_part(self, part: mx.array) -> mx.array:
         return mx.contiguous(part)
 
     def _grown(self, held: mx.array | None, template: torch.Tensor, capacity: int) -> mx.array:
-        before = [] if held is None else [held]
+        before = [] if held is None else [held[:, :, : self.count]]
         room = (*template.shape[:2], capacity - (self.count if before else 0), *template.shape[3:])
         return mx.concatenate([*before, mx.zeros(room, ARRAY_DTYPES[template.dtype])], PAGE_DIM)
 

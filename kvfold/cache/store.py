@@ -14,18 +14,30 @@ GROWTH = 32
 """Capacity grows by 1/32: what is reserved and unused stays below 3 % of a long sequence, and copies stay rare."""
 
 
+@dataclass(eq=False)
+class Room:
+    """Storage that stores share. A larger one takes its place in all of them, so that the smaller one is freed."""
+
+    pages: Pages
+
+
 @dataclass(frozen=True, eq=False)
 class PageStore:
     """Pages of one stream (the keys or the values of a layer), in storage that is reserved ahead of need.
 
-    Adding pages makes another store. Both may share storage, as new pages are written behind those held. Two methods
+    Adding pages makes another store. Both share storage, as new pages are written behind those held. Two methods
     write to held pages, and so change older stores, too: `with_tokens` fills free slots, `without_slots` empties slots.
     """
 
     form: PageForm  # how pages are read
     origin: int = 0  # slot of the first token
     count: int = 0  # pages held
-    storage: Pages | None = None  # the pages, and reserved room; None before the first page
+    room: Room | None = None  # None before the first page
+
+    @property
+    def storage(self) -> Pages | None:
+        """The pages, and reserved room; None before the first page."""
+        return None if self.room is None else self.room.pages
 
     def pages(self, start: int = 0, stop: int | None = None) -> Pages:
         """A view of pages `start` to `stop`."""
@@ -47,10 +59,10 @@ class PageStore:
     def with_pages(self, pages: Pages) -> Self:
         """With whole pages after the last."""
         added = pages.code.shape[PAGE_DIM]
-        storage = self._reserved(self.count + added, like=pages)
-        for target, source in _paired(storage, pages, self.count):
+        room = self._reserved(self.count + added, like=pages)
+        for target, source in _paired(room.pages, pages, self.count):
             target.copy_(source)
-        return replace(self, count=self.count + added, storage=storage)
+        return replace(self, count=self.count + added, room=room)
 
     def with_tokens(self, pages: Pages, first: int) -> Self:
         """With the tokens of `pages` in the same slots of the pages from page `first` on.
@@ -74,11 +86,12 @@ class PageStore:
 
     def first(self, count: int) -> Self:
         """The first `count` pages, in less storage once less than half of it is in use."""
-        if not count or self.storage is None:
-            return replace(self, count=count, storage=None)
-        wasteful = 2 * count < self._capacity
-        storage = self.storage.map(lambda t: self._copied(t[:, :, :count])) if wasteful else self.storage
-        return replace(self, count=count, storage=storage)
+        first = replace(self, count=count)
+        return first._copied() if 2 * count < self._capacity else first
+
+    def trimmed(self) -> Self:
+        """The same pages, without more room than growth reserves."""
+        return self._copied() if self._capacity > self.count + self.count // GROWTH else self
 
     def without_slots(self, page: int, slot: int) -> Self:
         """With the last page, number `page`, emptied from slot `slot` on, in place."""
@@ -87,15 +100,19 @@ class PageStore:
 
     def holding(self, storage: Pages, count: int) -> Self:
         """With `storage`, which has room for `count` pages, in place of these pages."""
-        return replace(self, count=count, storage=storage if count else None)
+        return replace(self, count=count, room=Room(storage) if count else None)
 
     def select(self, rows: Tensor) -> Self:
         """The batch rows `rows`, in that order, repeats allowed."""
         if self.storage is None:
             return self
-        return replace(self, storage=self.storage.map(lambda t: t.index_select(0, rows.to(t.device))))
+        return replace(self, room=Room(self.storage.map(lambda t: t.index_select(0, rows.to(t.device)))))
 
-    def _copied(self, part: Any) -> Any:
+    def _copied(self) -> Self:
+        """The same pages in storage of their own, without room for more."""
+        return self.holding(self.pages().map(self._copied_part), self.count)
+
+    def _copied_part(self, part: Any) -> Any:
         """A copy of a part of storage, which does not keep the whole alive."""
         return part.clone()
 
@@ -103,19 +120,22 @@ class PageStore:
     def _capacity(self) -> int:
         return 0 if self.storage is None else self.storage.code.shape[PAGE_DIM]
 
-    def _reserved(self, count: int, like: Pages) -> Pages:
-        """Storage for `count` pages, these among them."""
-        if self.storage is not None and count <= self._capacity:
-            return self.storage
+    def _reserved(self, count: int, like: Pages) -> Room:
+        """Room for `count` pages, these among them."""
+        if self.room is not None and count <= self._capacity:
+            return self.room
         capacity = max(count, self._capacity + self._capacity // GROWTH)
-        held = None if self.storage is None else self.storage.map(lambda t: t[:, :, : self.count])
-        return like.map_named(lambda name, t: self._grown(None if held is None else getattr(held, name), t, capacity))
+        if self.room is None:
+            return Room(like.map_named(lambda _, t: self._grown(None, t, capacity)))
+        held = self.room.pages
+        self.room.pages = like.map_named(lambda name, t: self._grown(getattr(held, name), t, capacity))
+        return self.room
 
     def _grown(self, held: Any, template: Tensor, capacity: int) -> Any:
-        """Storage for a part of `capacity` pages, which begins with those `held`."""
+        """Storage for a part of `capacity` pages, which begins with the pages of storage `held`."""
         storage = template.new_empty((*template.shape[:PAGE_DIM], capacity, *template.shape[PAGE_DIM + 1 :]))
         if held is not None:
-            storage[:, :, : self.count] = held
+            storage[:, :, : self.count] = held[:, :, : self.count]
         return storage
 
 
