@@ -103,7 +103,7 @@ def _pairs(names: Sequence[str], head_dim: int, skip: bool) -> dict[str, FormatP
 
 def _print_paths(pairs: Mapping[str, FormatPair], head_dim: int, as_json: bool) -> None:
     """What reads each format on each device of this machine."""
-    present = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
+    present = ["cpu", *(name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available())]
     rows = [
         {"format": name, "head_dim": head_dim, **{device: path_of(pair, device) for device in present}}
         for name, pair in pairs.items()
