@@ -386,7 +386,9 @@ class Draw:
     def end(self, arguments: list[str]) -> list[str]:
         """The arguments, now and then with one more, one less, or two changed about."""
         if self.rarely(0.06):
-            arguments.insert(self.random.randrange(len(arguments) + 1), self.one(HOSTILE))
+            word = self.one(HOSTILE)
+            arguments.insert(self.random.randrange(len(arguments) + 1), word)
+            self.outputs.append(self.place.out / word)  # it names the output if that is the argument taken away
         if self.rarely(0.04) and arguments:
             del arguments[self.random.randrange(len(arguments))]
         if self.rarely(0.02):
