@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvfold.attention.backend import FASTEST
 from kvfold.attention.dispatch import path_of
 from kvfold.cli.options import Json, print_json
 from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, FormatPair, get_formats
@@ -103,7 +104,7 @@ def _pairs(names: Sequence[str], head_dim: int, skip: bool) -> dict[str, FormatP
 
 def _print_paths(pairs: Mapping[str, FormatPair], head_dim: int, as_json: bool) -> None:
     """What reads each format on each device of this machine."""
-    present = ["cpu", *(name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available())]
+    present = [device for device in (*FASTEST, "mps") if getattr(torch, device).is_available()]
     rows = [
         {"format": name, "head_dim": head_dim, **{device: path_of(pair, device) for device in present}}
         for name, pair in pairs.items()
