@@ -78,6 +78,7 @@ def test_equals_dense_attention_over_the_unfolded_cache(format: str, head_dim: i
         "centred-4:turboquant-2",
         "turboquant-4+qjl:centred-3+sign",
         "float16:turboquant-3",
+        "kvarn-3:kvarn-4",
         "centred-4@128",
     ],
 )

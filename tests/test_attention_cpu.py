@@ -33,6 +33,8 @@ FORMATS = (
     "centred-5:turboquant-6",
     "turboquant-7:centred-8",
     "kvfold-5",
+    "kvarn-4",
+    "kvarn-7:kvarn-2",
     "affine-6:affine-5",
     "turboquant-4+qjl:centred-3+sign",
     "float16:turboquant-3",

@@ -10,6 +10,7 @@ import kvfold
 from kvfold.formats import FORMATS, FormatPair, get_format, get_formats
 from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table
 from kvfold.formats.turboquant import TurboQuant
+from kvfold.quant.balance import balance
 from kvfold.quant.codebooks import distortion, sphere_coordinate, sphere_levels
 from kvfold.quant.packing import Lanes
 from kvfold.quant.transforms import Transform
@@ -55,6 +56,40 @@ def test_centred_pages_do_not_pay_for_what_vectors_share() -> None:
     }
     assert errors["centred-4"] < 0.01  # as if there were no common part
     assert errors["turboquant-4"] > 1  # more error than signal
+
+
+def test_kvarn_bytes() -> None:
+    """Those of the method's authors, for tiles of 128 at d = 128. Beside codes, keys have a number a token and two a
+    channel, values two a token and one a channel."""
+    x = torch.randn(256, 128)
+    assert get_format("kvarn-4@128", 128).fold(x).nbytes == 256 * 64 + 256 * 2 + 2 * 128 * 4
+    assert get_format("kvarn-2@128", 128, lanes="channels").fold(x).nbytes == 256 * 32 + 256 * 4 + 2 * 128 * 2
+
+
+@pytest.mark.parametrize("lanes", ["tokens", "channels"])
+def test_kvarn_makes_tokens_and_channels_even(lanes: Lanes) -> None:
+    """Scales of tokens and channels that anything was multiplied by cost next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    fmt = get_format("kvarn-4", 64, lanes=lanes)
+    y = torch.randn(4, 64, 64, generator=generator)
+    tokens, channels = (torch.randn(4, *shape, generator=generator).exp() for shape in ((64, 1), (1, 64)))
+    own = [fmt.form.transform.invert(x) for x in (y, y * tokens * channels)]
+    plain, uneven = (fmt.form.transform.apply(fmt.unfold(fmt.fold(x))) for x in own)
+    assert _nmse(y, uneven / (tokens * channels)) < 1.1 * _nmse(y, plain)
+    assert _nmse(y, plain) < 0.015
+
+
+def test_balance_against_its_definition() -> None:
+    """Rows and columns end with equal deviations, and a state that was more even is not given up."""
+    y = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.1, 9, 32)
+    s, channel_scale = balance(y, 16)
+    even = y / (s * channel_scale)
+    for dim in (-1, -2):
+        deviation = even.std(dim, correction=0)
+        assert (deviation / deviation.mean(-1, keepdim=True)).sub(1).abs().max() < 0.02
+    assert s.log().mean(-2).abs().max() < 1e-5
+    assert channel_scale.log().mean(-1).abs().max() < 1e-5
+    assert all((scale == 1).all() for scale in balance(torch.zeros(1, 16, 16), 3))
 
 
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])
@@ -109,14 +144,17 @@ def test_folding_is_deterministic_and_ignores_strides(name: str) -> None:
 def test_page_form_stands_for_its_formula(
     head_dim: int, groups: int, parts: set[str], lanes: Lanes, data: st.DataObject
 ) -> None:
-    """x̂ = R⁻¹·(z + a + s·S ⊙ lut[code]), with mixed bits and any invertible R, element by element."""
+    """x̂ = R⁻¹·(z + a + s·S ⊙ lut[code]), with mixed bits and any invertible R, element by element; and x̂ = R⁻¹·(s·z +
+    a·S + s·S ⊙ lut[code])."""
+    scaled_shifts = groups == 1 and data.draw(st.booleans())
     bits = tuple(data.draw(st.lists(st.integers(1, 8), min_size=head_dim // 16, max_size=head_dim // 16)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     matrix = torch.linalg.qr(torch.randn(head_dim, head_dim))[0] * torch.linspace(0.5, 2, head_dim)
     lut = level_table({b: tuple(torch.randn(2**b).tolist()) for b in range(1, 9)}, bits)
     form = PageForm(
-        head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes, (head_dim // groups,) * groups
-    )
+        head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes,
+        (head_dim // groups,) * groups if groups > 1 else (), scaled_shifts=scaled_shifts,
+    )  # fmt: skip
     code = (torch.rand(2, 16, head_dim) * 2.0 ** torch.tensor(bits).repeat_interleave(16)).to(torch.uint8)
     tokens = TokenCodes(
         code=code,
@@ -132,13 +170,13 @@ def test_page_form_stands_for_its_formula(
     for c in range(head_dim):
         g = c // (head_dim // groups)
         level = lut[c // 16, code[n, t, c].item()].double()
-        if tokens.channel_scale is not None:
-            level *= tokens.channel_scale[n, c].double()
-        y[c] = level if tokens.scale is None else tokens.scale[n, t, g].double() * level
+        spread = 1.0 if tokens.channel_scale is None else tokens.channel_scale[n, c].double()
+        scale = 1.0 if tokens.scale is None else tokens.scale[n, t, g].double()
+        y[c] = scale * spread * level
         if tokens.offset is not None:
-            y[c] += tokens.offset[n, t, g].double()
+            y[c] += tokens.offset[n, t, g].double() * (spread if scaled_shifts else 1)
         if tokens.centre is not None:
-            y[c] += tokens.centre[n, c].double()
+            y[c] += tokens.centre[n, c].double() * (scale if scaled_shifts else 1)
     torch.testing.assert_close(unfolded[16 * n + t].double(), inverse @ y, atol=1e-4, rtol=1e-4)
 
 

@@ -17,7 +17,7 @@ from kvfold.formats import KeyStatistics, get_formats
 
 FORMATS = (
     "kvfold-5", "kvfold-4", "kvfold-2", "kvfold-3@32", "turboquant-4", "turboquant-3+qjl", "centred-4", "affine-4g32",
-    "uniform-4", "q8_0", "polar4", "float16",
+    "uniform-4", "q8_0", "polar4", "kvarn-3", "float16",
 )  # fmt: skip
 
 

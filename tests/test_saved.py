@@ -115,7 +115,9 @@ class TestGoingOn:
         config = {} if tokens == 60 else {"config": tiny.config}
         _goes_on_alike(tiny, cache, tmp_path / "cache", random_ids(2, 100, seed=1), **config)
 
-    @pytest.mark.parametrize("format", [*FORMATS, "kvfold-2", "centred-4", "hadamard-3+qjl", "turboquant-4+srht@32"])
+    @pytest.mark.parametrize(
+        "format", [*FORMATS, "kvfold-2", "kvarn-4", "centred-4", "hadamard-3+qjl", "turboquant-4+srht@32"]
+    )
     def test_every_format(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path, format: str) -> None:
         cache = FoldedCache(llama.config, format)
         _logits(llama, random_ids(1, 137), cache)

@@ -36,7 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS = 2
 
 NAMES = (
-    "kvfold-5", "kvfold-4", "kvfold-3", "kvfold-2@32", "turboquant-8", "turboquant-4@48", "turboquant-1",
+    "kvfold-5", "kvfold-4", "kvfold-3", "kvfold-2@32", "kvarn-4", "turboquant-8", "turboquant-4@48", "turboquant-1",
     "turboquant-2.5", "turboquant-4+qjl:centred-3+sign", "centred-5", "hadamard-6", "hadamard-7", "affine-4g32",
     "uniform-4", "uniform-3r", "q8_0", "q4_0", "tq3", "tq4", "polar4", "polar4-u8", "tbq3", "tbq4", "tbqp3", "tbqp4",
     "amx3", "float16", "float16:turboquant-3", "kvfold-7", "turboquant-2+qjl", "hadamard-2+sign", "turboquant-4@128",

@@ -246,7 +246,7 @@ def _side(store: PageStore) -> Side:
     form = store.form
     assert store.storage is not None
     parts: dict[str, mx.array] = dict(store.storage.tensors())
-    return Side(parts, form.code_dim, form.page_size, form.bits, form.groups, form.lut)
+    return Side(parts, form.code_dim, form.page_size, form.bits, form.groups, form.lut, form.scaled_shifts)
 
 
 def page_scores(q: mx.array, pages: Pages, form: PageForm) -> mx.array:
@@ -265,7 +265,10 @@ def page_scores(q: mx.array, pages: Pages, form: PageForm) -> mx.array:
     if pages.centre is not None:
         centre = _floats(pages.centre)
         by_page = _grouped(q[..., : centre.shape[-1]], centre.swapaxes(-1, -2))  # (batch, kv_heads, repeat, n, N)
-        scores = _added(scores, mx.repeat(by_page, form.page_size, axis=-1))
+        by_token = mx.repeat(by_page, form.page_size, axis=-1)
+        if scale is not None and form.scaled_shifts:
+            by_token = by_token * _beside_queries(scale[..., 0])
+        scores = _added(scores, by_token)
     return scores
 
 
@@ -277,15 +280,24 @@ def page_outputs(p: mx.array, pages: Pages, form: PageForm) -> mx.array:
     for g, channels in enumerate(form.scale_groups):
         weights = p if scale is None else p * _beside_queries(scale[..., g])
         part = _grouped(weights, levels[..., channels])
-        if offset is not None:
+        if offset is not None and not form.scaled_shifts:
             part = part + (p * _beside_queries(offset[..., g])).sum(-1, keepdims=True)
         parts.append(part)
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts, -1)
     if pages.centre is not None:
-        of_page = p.reshape(*p.shape[:-1], -1, form.page_size).sum(-1)
-        centre = _grouped(of_page, _floats(pages.centre))
+        weights = p
+        if scale is not None and form.scaled_shifts:
+            weights = p * _beside_queries(scale[..., 0])
+        centre = _by_page(weights, pages.centre)
         out = out + mx.pad(centre, [(0, 0)] * 4 + [(0, out.shape[-1] - centre.shape[-1])])  # a residual has no centre
+    if offset is not None and form.scaled_shifts:
+        out = out + _by_page(p * _beside_queries(offset[..., 0]), pages.channel_scale)
     return out
+
+
+def _by_page(weights: mx.array, of_page: Any) -> mx.array:
+    """Each page's vector, (batch, kv_heads, N, ·), times the sum of its tokens' weights, summed over pages."""
+    return _grouped(weights.reshape(*weights.shape[:-1], of_page.shape[-2], -1).sum(-1), _floats(of_page))
 
 
 def page_levels(pages: Pages, form: PageForm) -> mx.array:

@@ -239,7 +239,8 @@ class _Reader:
 def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
     """q·x̂ for every folded token, from codes: (batch, kv_heads, repeat, n, N·P).
 
-    q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c, and the products of plain channels.
+    q̃·z + Σ_g a[t,g]·Σ_{c∈g} q̃_c + Σ_g s[t,g]·Σ_{c∈g} q̃_c·(S ⊙ lut[code])_c, and the products of plain channels. With
+    scaled shifts, s[t]·q̃·z.
 
     `q` has rotated queries q̃, and plain channels after them, (batch, kv_heads, repeat, n, code_dim + plain_dim); pages
     are (batch, kv_heads, N, …).
@@ -258,7 +259,8 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
         centre = _grouped(
             q[..., : pages.centre.shape[-1]], pages.centre.to(q.dtype).mT
         )  # (batch, kv_heads, repeat, n, N)
-        scores = scores + centre.repeat_interleave(form.page_size, dim=-1)
+        centre = centre.repeat_interleave(form.page_size, dim=-1)
+        scores = scores + (centre * _beside_queries(scale[..., 0]) if form.scaled_shifts else centre)
     if pages.plain is not None:
         scores = scores + _grouped(q[..., form.code_dim :], pages.plain.to(q.dtype).flatten(2, 3).mT)
     return scores
@@ -267,7 +269,8 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
 def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     """R·Σ_t p_t·x̂[t], from codes: (batch, kv_heads, repeat, n, code_dim), in rotated coordinates.
 
-    Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]])
+    Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]]). With scaled
+    shifts, p_t·s[t]·z_n and p_t·a[t]·S_n in the place of the first two.
 
     Weights are (batch, kv_heads, repeat, n, N·P).
     """
@@ -277,14 +280,21 @@ def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     parts = []
     for g, channels in enumerate(form.scale_groups):
         part = _grouped(p * _beside_queries(scale[..., g]), levels[..., channels])
-        if offset is not None:
+        if offset is not None and not form.scaled_shifts:
             part = part + (p * _beside_queries(offset[..., g])).sum(-1, keepdim=True)
         parts.append(part)
     out = torch.cat(parts, dim=-1)
     if pages.centre is not None:
-        page_weight = p.unflatten(-1, (-1, form.page_size)).sum(-1)
-        out = add_first(out, _grouped(page_weight, pages.centre.to(p.dtype)))
+        out = add_first(out, _by_page(p * _beside_queries(scale[..., 0]) if form.scaled_shifts else p, pages.centre))
+    if offset is not None and form.scaled_shifts:
+        assert pages.channel_scale is not None
+        out = out + _by_page(p * _beside_queries(offset[..., 0]), pages.channel_scale)
     return out
+
+
+def _by_page(weights: Tensor, of_page: Tensor) -> Tensor:
+    """Each page's vector, (batch, kv_heads, N, ·), times the sum of its tokens' weights, summed over pages."""
+    return _grouped(weights.unflatten(-1, (of_page.shape[-2], -1)).sum(-1), of_page.to(weights.dtype))
 
 
 def _token_scale(pages: Pages, levels: Tensor) -> Tensor:

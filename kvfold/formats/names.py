@@ -15,6 +15,7 @@ from kvfold.formats.corrected import Corrected
 from kvfold.formats.float16 import Float16
 from kvfold.formats.ggml import Ggml
 from kvfold.formats.hadamard import Hadamard
+from kvfold.formats.kvarn import KVarN
 from kvfold.formats.outliers import SPLITS, Outliers
 from kvfold.formats.polar4 import Polar4
 from kvfold.formats.rules import block_of
@@ -33,6 +34,7 @@ FAMILIES: dict[str, tuple[type[Format], type[Format]]] = {
     "turboquant": (TurboQuant, TurboQuant),
     "hadamard": (Hadamard, Hadamard),
     "centred": (Centred, Centred),
+    "kvarn": (KVarN, KVarN),
 }
 """Formats that take 1 to 8 bits, for keys and for values: kvfold-4, turboquant-3, …"""
 
@@ -70,8 +72,8 @@ PAIRS = {
 """Pairs by the names that their systems give them (sanctum-mlx and SKaiNET); "-lloyd": with Lloyd–Max levels."""
 
 FORMATS = (
-    "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "hadamard-4", "turboquant-8", "turboquant-4", "turboquant-3",
-    "turboquant-2", "float16",
+    "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "kvarn-4", "hadamard-4", "turboquant-8", "turboquant-4",
+    "turboquant-3", "turboquant-2", "float16",
 )  # fmt: skip
 """The formats to try first. `GRAMMAR` describes all names; `PRESETS` has further names for some."""
 
@@ -81,8 +83,8 @@ GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
 OTHERS = ("affine-BITS[gGROUP]", "uniform-BITS[r]", *(f"turboquant-{split}" for split in SPLITS))
 """Names beside the grammar's: affine-4g32 (groups of 32), uniform-3r (with a residual), turboquant-2.5."""
 
-NO_RESIDUAL = ("kvfold",)
-"""Families whose keys take no residual, as each channel has its own scale, and bits by importance."""
+NO_RESIDUAL = ("kvfold", "kvarn")
+"""Families whose keys take no residual, as each channel of a page has its own scale."""
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 """A number has one spelling: ASCII digits, no leading zeros, and few enough to fit 32 bits."""

@@ -4,7 +4,11 @@ For one head, a page of P tokens stands for
 
     x̂[t] = R⁻¹ · ( z  +  a[t,g]  +  s[t,g] · S ⊙ lut[ code[t] ] )
 
-for token t and each scale group g of channels, which share a and s. `Pages` holds what differs from page to page: the
+for token t and each scale group g of channels, which share a and s. With `PageForm.scaled_shifts`, it stands for
+
+    x̂[t] = R⁻¹ · ( s[t] · z  +  a[t] · S  +  s[t] · S ⊙ lut[ code[t] ] )
+
+`Pages` holds what differs from page to page: the
 centre z, offsets a, scales s, channel scales S and codes. R and the levels lut belong to the format (`PageForm`).
 
 In shapes, N counts pages, T tokens, D channels of a vector, code_dim those of a code, and G scale groups.
@@ -138,6 +142,8 @@ class PageForm:
         with one scale a token.
     signed_scale
         Whether s may be negative.
+    scaled_shifts
+        Whether s multiplies z, and S multiplies a; for pages with S and one scale a token. Keys then have no offsets.
     """
 
     code_dim: int
@@ -150,6 +156,7 @@ class PageForm:
     plain_dim: int = 0
     unit_levels: bool = False
     signed_scale: bool = False
+    scaled_shifts: bool = False
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -163,6 +170,8 @@ class PageForm:
     def __post_init__(self) -> None:
         if self.plain_dim and self.lanes == "channels":
             raise ValueError(f"plain_dim = {self.plain_dim}: values have no plain channels, keys may")
+        if self.scaled_shifts and self.groups:
+            raise ValueError(f"groups = {self.groups}: with scaled_shifts, a token has one scale")
 
     @cached_property
     def groups_are_tiles(self) -> bool:
@@ -217,8 +226,7 @@ class PageForm:
         y = self.lut.to(tokens.code.device)[group, tokens.code.long()]
         if tokens.channel_scale is not None:
             y = y * tokens.channel_scale.float().unsqueeze(-2)
-        y = self.scaled(y, tokens.scale, tokens.offset)
-        return y if tokens.centre is None else add_first(y, tokens.centre.float().unsqueeze(-2))
+        return self._shifted(y, tokens)
 
     def clear(self, pages: Pages, slot: int) -> None:
         """Empty the slots from `slot` on of each page, in place, as if nothing had been there."""
@@ -231,14 +239,23 @@ class PageForm:
 
     def unfold(self, pages: Pages) -> Tensor:
         """x̂ of every token: float32, (…, tokens, D)."""
-        y = self.scaled(self.levels(pages), pages.scale, pages.offset)
-        if pages.centre is not None:
-            y = add_first(y, pages.centre.float().unsqueeze(-2))
-        x = self.transform.invert(y)
+        x = self.transform.invert(self._shifted(self.levels(pages), pages))
         if self.plain_dim:
             assert pages.plain is not None
             x = torch.cat((x, pages.plain.float()), -1)
         return x.flatten(-3, -2)[..., : pages.tokens, :]
+
+    def _shifted(self, y: Tensor, of: TokenCodes | Pages) -> Tensor:
+        """Levels y = S ⊙ lut[code], (…, P, D), with the scales, offsets and centres of their tokens and pages."""
+        centre = None if of.centre is None else of.centre.float().unsqueeze(-2)
+        if self.scaled_shifts:
+            y = self.scaled(y if centre is None else y + centre, of.scale, None)
+            if of.offset is None:
+                return y
+            spread = 1.0 if of.channel_scale is None else of.channel_scale.float().unsqueeze(-2)
+            return y + of.offset.float() * spread
+        y = self.scaled(y, of.scale, of.offset)
+        return y if centre is None else add_first(y, centre)
 
     def scaled(self, y: Tensor, scale: Tensor | None, offset: Tensor | None) -> Tensor:
         """a + s·y for y (…, P, D) and s, a (…, P, G)."""

@@ -97,7 +97,7 @@ def bare_side(form: PageForm, code: tuple[int, int, int]) -> module.Side:
     whole = form.whole if isinstance(form, FirstChannels) else form
     side = module.Side(
         *code, form.page_size, whole.code_dim, bytes(form.bits), form.lanes == "tokens", form.lut.data_ptr(),
-        form.lut.shape[-1], form.unit_levels,
+        form.lut.shape[-1], form.unit_levels, form.scaled_shifts,
     )  # fmt: skip
     if whole is not form:
         side.set_first_channels(form.code_dim)

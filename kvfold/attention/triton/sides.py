@@ -40,7 +40,7 @@ def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]
         page_size=form.page_size, code_dim=form.code_dim, tiles=len(bits), all_bits=sum(bits), runs=_runs(form),
         planes=reduce(or_, bits, 0), even=bits[0] if len(set(form.kinds)) == 1 else 0,
         token_lanes=form.lanes == "tokens", levels=form.lut.shape[-1], groups=groups, centre_dim=centre_dim,
-        plain_dim=form.plain_dim, unit_levels=form.unit_levels,
+        plain_dim=form.plain_dim, unit_levels=form.unit_levels, scaled_shifts=form.scaled_shifts,
         code=strides["code"], scale=strides.get("scale", 0), offset=strides.get("offset", 0),
         centre=strides.get("centre", strides.get("channel_scale", 0)), plain=strides.get("plain", 0),
     )  # fmt: skip

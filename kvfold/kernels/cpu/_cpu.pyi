@@ -64,6 +64,7 @@ class Side:
         lut: int,
         lut_row: int,
         unit_levels: bool,
+        scaled_shifts: bool,
     ) -> None: ...
     def set_first_channels(self, code_dim: int) -> None: ...
     def set_scale(

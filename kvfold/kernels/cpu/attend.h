@@ -26,7 +26,8 @@ struct Side {
   std::size_t skipped_bytes = 0;  // of each row of tiles: codes of channels beyond those that are read
   const float* lut = nullptr;
   std::size_t lut_stride = 0;
-  bool unit_levels = false;  // whether the levels of a token are brought to length 1
+  bool unit_levels = false;    // whether the levels of a token are brought to length 1
+  bool scaled_shifts = false;  // whether tokens' scales multiply the centre, and channels' scales the offsets
   // Of each token and group, (pages, page_size, groups); both, or offset alone, may be null. offset is float16.
   const void* scale = nullptr;
   Dtype scale_dtype = Dtype::float16;

@@ -45,6 +45,10 @@ class IntegerKeys {
       const std::size_t block = number * blocks_ + r / kBlock, queries = side_.channel_scale ? block : r / kBlock;
       if (side_.channel_scale) round<Rows>(block, &page, r), ahead.ask<24>();
       __m128 start = side_.centre ? centre<Rows>(page, r) : _mm_setzero_ps();
+      if (side_.scaled_shifts) {  // tokens' scales multiply bases, and shall multiply q̃ · z
+        float* base = part(queries, 0).base;
+        _mm_store_ps(base, _mm_add_ps(_mm_load_ps(base), start)), start = _mm_setzero_ps();
+      }
       for (std::size_t i = 0; i < numbers_.segment_count() && !side_.scale; ++i)
         start = _mm_add_ps(start, _mm_load_ps(part(queries, i).base));
       _mm_store_ps(&start_[block * kBlock], start);

@@ -224,7 +224,7 @@ NB_MODULE(_cpu, m) {
   m.def("in_integers", [](const std::string& isa, const OwnedSide& side) { return find(isa).in_integers(side.view()); });
   nb::class_<OwnedSide>(m, "Side")
       .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t, nb::bytes, bool, std::uintptr_t,
-                    std::size_t, bool>())
+                    std::size_t, bool, bool>())
       .def("set_first_channels", &OwnedSide::set_first_channels)
       .def("set_scale", &OwnedSide::set_scale)
       .def("set_plain", &OwnedSide::set_plain)

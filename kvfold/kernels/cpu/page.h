@@ -68,7 +68,8 @@ struct HeadPages {
 
 enum class Layout { channels_first, tokens_first };  // [channel][token], for keys, or [token][channel], for values
 
-// One page in rotated coordinates: z + a + s · S ⊙ lut[code], then the plain channels, with rows padded to whole vectors.
+// One page in rotated coordinates: z + a + s · S ⊙ lut[code], or s · z + a · S + s · S ⊙ lut[code] with scaled shifts, then the
+// plain channels, with rows padded to whole vectors.
 class Page {
  public:
   Page(const Side& side, Layout layout)
@@ -188,7 +189,7 @@ class Page {
           for (std::size_t c = 0; c < kTile; ++c) store(out + c * stride, load(out + c * stride) * scale + all(z[c]));
         else
           for (std::size_t c = 0; c < kTile; ++c)
-            store(out + c * stride, load(out + c * stride) * all(s[c]) * scale + (offset + all(z[c])));
+            store(out + c * stride, shifted(load(out + c * stride) * all(s[c]), scale, all(s[c]), all(z[c]), offset));
         if (!tokens_first_) continue;
         Vec lines[kTile];
         for (std::size_t c = 0; c < kTile; ++c) lines[c] = load(turned + c * kTile);
@@ -212,9 +213,14 @@ class Page {
           for (std::size_t t = 0; t < kTile; ++t) store(out + t * width_, load(out + t * width_) * all(scale[t]) + z);
         else
           for (std::size_t t = 0; t < kTile; ++t)
-            store(out + t * width_, load(out + t * width_) * s * all(scale[t]) + (z + all(offset[t])));
+            store(out + t * width_, shifted(load(out + t * width_) * s, all(scale[t]), s, z, all(offset[t])));
       }
     }
+  }
+
+  // Levels y = S ⊙ lut[code] with the token's scale, the centre and the token's offset.
+  Vec shifted(Vec y, Vec scale, Vec channel_scale, Vec centre, Vec offset) const {
+    return side_.scaled_shifts ? (y + centre) * scale + offset * channel_scale : y * scale + (offset + centre);
   }
 
   // s · c to s · c / |c|, for pages that have nothing but codes and one scale a token.

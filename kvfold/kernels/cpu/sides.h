@@ -33,12 +33,13 @@ struct OwnedSide : kvfold::Side {
   std::size_t row_bytes = 0;  // of 16 tokens
   OwnedSide(std::uintptr_t code_at, std::size_t code_batch_stride, std::size_t code_head_stride, std::size_t page_size,
             std::size_t code_dim, nb::bytes bits, bool lanes_are_tokens, std::uintptr_t lut_at, std::size_t lut_row,
-            bool levels_are_unit)
+            bool levels_are_unit, bool shifts_are_scaled)
       : own_bits(bits.c_str(), bits.size()) {
     code = pointer<std::uint8_t>(code_at);
     code_batch = code_batch_stride, code_head = code_head_stride;
     shape.page_size = page_size, shape.head_dim = code_dim, shape.lanes_are_tokens = lanes_are_tokens;
     lut = pointer<float>(lut_at), lut_stride = lut_row, unit_levels = levels_are_unit;
+    scaled_shifts = shifts_are_scaled;
     for (const char b : own_bits) row_bytes += 32 * static_cast<std::size_t>(b);
     page_bytes = own_bits.empty() ? 2 * page_size * code_dim : page_size / kvfold::kTile * row_bytes;
   }

@@ -65,7 +65,9 @@ for (int page = split * share; page < last; ++page) {
     float score[REPEAT], dot[REPEAT];
     for (int r = 0; r < REPEAT; ++r) {
       score[r] = dot[r] = 0;
-      for (int i = 0; i < SIMDGROUPS; ++i) score[r] += part[r * SIMDGROUPS + i];
+      float centre = 0;
+      for (int i = 0; i < SIMDGROUPS; ++i) centre += part[r * SIMDGROUPS + i];
+      (K_SCALED_SHIFTS ? dot : score)[r] = centre;
     }
     const device uint8_t* row = k_code + at * K_BYTES + token / 16 * (K_BYTES * 16 / PAGE);
     int group = 0;
@@ -127,6 +129,7 @@ for (int page = split * share; page < last; ++page) {
     while (c >= V_FIRST[group + 1]) ++group;
     float sum[REPEAT];
     for (int r = 0; r < REPEAT; ++r) sum[r] = 0;
+    const float centre = c < V_CENTRE ? float(v_centre[at * V_CENTRE + c]) : 0.0f, inner = V_SCALED_SHIFTS ? centre : 0.0f;
     const float wide = V_CHANNEL_SCALE ? float(v_channel_scale[at * V_DIM + c]) : 1.0f;
     const device uint8_t* column = v_code + at * V_BYTES + V_START[tile] * (PAGE / 16);
     for (int block = 0; block < PAGE / 16; ++block) {
@@ -135,15 +138,14 @@ for (int page = split * share; page < last; ++page) {
       for (int i = 0; i < 16; ++i) {
         const int token = 16 * block + i;
         const size_t own = (at * PAGE + token) * V_GROUPS + group;
-        float value = wide * v_lut[tile * V_LEVELS + codes[i]];
+        float value = wide * v_lut[tile * V_LEVELS + codes[i]] + inner;
         if (V_SCALE) value *= float(v_scale[own]);
-        if (V_OFFSET) value += float(v_offset[own]);
+        if (V_OFFSET) value += float(v_offset[own]) * (V_SCALED_SHIFTS ? wide : 1.0f);
         for (int r = 0; r < REPEAT; ++r) sum[r] += p[r * PAGE + token] * value;
       }
     }
-    const float centre = c < V_CENTRE ? float(v_centre[at * V_CENTRE + c]) : 0.0f;
     for (int r = 0; r < REPEAT; ++r)
-      acc[r * CHANNELS + n] = acc[r * CHANNELS + n] * decay[r] + sum[r] + weight[r] * centre;
+      acc[r * CHANNELS + n] = acc[r * CHANNELS + n] * decay[r] + sum[r] + weight[r] * (centre - inner);
   }
 }
 for (int r = 0; r < REPEAT; ++r) {

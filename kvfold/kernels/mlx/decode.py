@@ -40,6 +40,7 @@ class Side:
     bits: tuple[int, ...]
     groups: tuple[int, ...]
     lut: Tensor
+    scaled_shifts: bool = False
 
 
 def why_not(bits: Sequence[int], groups: Sequence[int], unit_levels: bool, plain_dim: int) -> str | None:
@@ -102,6 +103,7 @@ def _constants(keys: Side, values: Side, repeat: int) -> str:
             f"{name}_BYTES": code_bytes(side.page_size, side.bits), f"{name}_LEVELS": side.lut.shape[1],
             f"{name}_CENTRE": 0 if centre is None else centre.shape[-1],
             **{f"{name}_{part.upper()}": int(part in side.parts) for part in ("scale", "offset", "channel_scale")},
+            f"{name}_SCALED_SHIFTS": int(side.scaled_shifts),
         }  # fmt: skip
         lists |= {
             f"{name}_BITS": side.bits, f"{name}_FIRST": [0, *accumulate(groups)],

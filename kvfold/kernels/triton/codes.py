@@ -30,6 +30,7 @@ class Shape:
     centre_dim: int
     plain_dim: int
     unit_levels: bool  # whether levels of a token are brought to length 1
+    scaled_shifts: bool  # whether s multiplies z, and S multiplies a
     # Strides from unit to unit: in 32-bit words for codes, in elements for the others.
     code: int
     scale: int

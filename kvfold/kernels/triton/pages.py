@@ -1,4 +1,5 @@
-"""Scores and sums over folded pages: kvfold/formats/page.py has the formula x̂ = R⁻¹·(z + a + s · S ⊙ lut[code]).
+"""Scores and sums over folded pages: kvfold/formats/page.py has the formula x̂ = R⁻¹·(z + a + s · S ⊙ lut[code]), and
+that of scaled shifts.
 
 A program has few query rows, so work on each value that it reads is shared by few and counts. Therefore scales of whole
 tokens are applied to scores or probabilities. A page's centre and channel scales are applied to the sum of its values.
@@ -73,7 +74,7 @@ def key_scores(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, SHAPE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """q̃·y of the tokens of a block of a page, (ROWS, BLOCK), without channels that are not coded."""
-    late: tl.constexpr = (SHAPE.groups == 1 and offset is None) and centre is None
+    late: tl.constexpr = (SHAPE.groups == 1 and offset is None) and (centre is None or SHAPE.scaled_shifts)
     scores = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     if SHAPE.all_bits == 0:
@@ -142,13 +143,18 @@ def weighted_values(
         w *= tl.load(scale + unit * SHAPE.scale + token).to(tl.float32)[None, :]
     summed = multiply(w, y, EXACT)
     inside = channel < SHAPE.centre_dim
+    shift = tl.zeros([p.shape[0]], tl.float32)
+    if offset is not None and SHAPE.groups == 1:
+        a = tl.load(offset + unit * SHAPE.offset + token).to(tl.float32)
+        shift += tl.sum(p * a[None, :], 1)
+    if SHAPE.scaled_shifts:
+        summed += shift[:, None]
     if channel_scale is not None:
         s = tl.load(channel_scale + unit * SHAPE.centre + channel, mask=inside, other=1).to(tl.float32)
         summed *= s[None, :]
-    if offset is not None and SHAPE.groups == 1:
-        a = tl.load(offset + unit * SHAPE.offset + token).to(tl.float32)
-        summed += tl.sum(p * a[None, :], 1)[:, None]
+    if not SHAPE.scaled_shifts:
+        summed += shift[:, None]
     if centre is not None:
         z = tl.load(centre + unit * SHAPE.centre + channel, mask=inside, other=0).to(tl.float32)
-        summed += tl.sum(p, 1)[:, None] * z[None, :]
+        summed += tl.sum(w if SHAPE.scaled_shifts else p, 1)[:, None] * z[None, :]
     return summed
