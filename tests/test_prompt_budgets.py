@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.attention import attend
-from kvfold.cache.budgets import Item, PromptBudgets, Stream, choice, spread
+from kvfold.cache.budgets import NOISE, Item, PromptBudgets, Stream, choice, shrunk, spread
 from kvfold.cache.calibration import Loss
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
@@ -32,6 +32,23 @@ Ids = Callable[..., Tensor]
 
 WINDOW = Window(sinks=16, recent=24, undo=24)
 COSTS = st.floats(1e-6, 1, allow_subnormal=False)
+
+
+@pytest.fixture
+def uneven(llama: PreTrainedModel) -> PreTrainedModel:
+    """A tiny Llama in which keys of two layers cost little, as attention is flat. Bits then depend on the prompt."""
+    for layer in llama.model.layers[1::2]:
+        layer.self_attn.q_proj.weight.mul_(0.1)
+    return llama
+
+
+@pytest.fixture
+def uneven_small(small: Demo) -> PreTrainedModel:
+    """The same with the first layers of SmolLM2."""
+    model = deepcopy(small[0])
+    for layer in model.model.layers[1::2]:
+        layer.self_attn.q_proj.weight.mul_(0.05)
+    return model
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -155,6 +172,44 @@ def test_layers_are_decided_by_those_before() -> None:
     assert budgets.decide(3, 0, None, (128, 128)) == "kvfold-3"
 
 
+# How far costs are believed
+
+
+@pytest.mark.parametrize("layers", [3, 10, 30])
+def test_where_costs_differ_by_noise_alone_it_costs_next_to_nothing(layers: int) -> None:
+    """Layers lose alike, and costs differ by chance. Bits moved in vain cost a few percent, over a hundred draws."""
+    lost = 0.0
+    for seed in range(100):
+        costs = _random(layers, 1, seed=seed) * NOISE**0.5 + _random(layers, 2, seed=seed + 1000) * 0.3
+        bits = _decided([(k, v) for k, v in costs.exp().tolist()], 3)
+        lost += torch.tensor(bits).sub(3).mul(-2).exp2().mean().item() / 100
+    assert lost < 1.03
+
+
+def test_costs_that_differ_more_are_believed_the_more() -> None:
+    """Against the definition: with deviations of 2 over 100 layers, beta is 1 - .6 / 4."""
+    logs = (_random(100, 1) * 2).expand(-1, 2)
+    got = torch.tensor(shrunk(logs.exp().tolist())).log()
+    mean, variance = logs.mean(), logs.var()
+    assert torch.allclose((got - mean) / (logs - mean), 1 - NOISE / variance, atol=0.03)
+
+
+@given(st.lists(st.tuples(COSTS, COSTS), min_size=1, max_size=12))
+def test_belief_keeps_order_and_mean(costs: list[tuple[float, float]]) -> None:
+    got = torch.tensor(shrunk(costs), dtype=torch.float64).flatten()
+    flat = torch.tensor(costs, dtype=torch.float64).flatten()
+    assert got.log().mean().item() == pytest.approx(flat.log().mean().item(), abs=1e-9)
+    in_order = got[flat.argsort()].log()
+    assert (in_order.diff() >= -1e-9).all()
+    assert in_order.max() - in_order.min() <= flat.log().max() - flat.log().min() + 1e-9
+
+
+def test_nothing_to_lose_stays_nothing_to_lose() -> None:
+    assert shrunk([(0.0, 0.0)]) == [[0.0, 0.0]]
+    (first, second) = shrunk([(0.0, 1e-3), (1.0, 1e-3)])
+    assert first[0] == 0 < second[1] <= second[0]
+
+
 # In caches
 
 
@@ -171,9 +226,9 @@ def test_a_real_model_loses_less(demo: Demo, fixed_text: str) -> None:
     assert caches["own"].bits_per_value() < caches["alike"].bits_per_value() + 0.06  # level tables of more bits
 
 
-def test_layers_have_bits_of_their_own(small: Demo, small_ids: Tensor) -> None:
+def test_layers_have_bits_of_their_own(uneven_small: PreTrainedModel, small_ids: Tensor) -> None:
     """Whole, in chunks, token by token past the fit; and none of it if the policy says so."""
-    model, ids = small[0], small_ids[:, :300]
+    model, ids = uneven_small, small_ids[:, :300]
     found, codes = [], []
     for chunks in ([300], [100, 100, 100], [250, *[1] * 50], [7, 256, 37]):
         cache = kvfold.FoldedCache(model.config, "kvfold-3")
@@ -201,27 +256,28 @@ def test_bits_of_other_formats(demo: Demo, text_ids: Tensor, format: str, keys: 
     demo[0](text_ids[:, :300], past_key_values=cache, logits_to_keep=1)
     for number, asked in enumerate((keys, values)):
         found = [own[number] for own in _bits(cache)]
-        assert set(found) == set(choice(asked))
+        assert set(found) <= set(choice(asked))
+    assert len(set(_bits(cache))) > 2
     assert sum(map(sum, _bits(cache))) == 30 * (keys + values)
 
 
-def test_policies_keep_what_they_name(llama: PreTrainedModel, random_ids: Ids) -> None:
+def test_policies_keep_what_they_name(uneven: PreTrainedModel, random_ids: Ids) -> None:
     policy = kvfold.Policy("kvfold-3:turboquant-4", exceptions=((1, "kvfold-3"), (-1, "dense")))
-    cache = kvfold.FoldedCache(llama.config, policy=policy)
-    llama(random_ids(1, 300), past_key_values=cache)
+    cache = kvfold.FoldedCache(uneven.config, policy=policy)
+    uneven(random_ids(1, 300), past_key_values=cache)
     bits = _bits(cache)
     assert bits[1] == (3, 3)
     assert bits[0][1] == bits[2][1] == 4
     assert bits[0][0] + bits[2][0] == 6
     for format in ("turboquant-4", "float16"):
-        assert all(layer.folded.config.budgets is None for layer in kvfold.FoldedCache(llama.config, format).layers)
+        assert all(layer.folded.config.budgets is None for layer in kvfold.FoldedCache(uneven.config, format).layers)
 
 
 @pytest.mark.parametrize("format", ["kvfold-1", "kvfold-5", "kvfold-8", "kvfold-5:kvfold-6"])
-def test_where_no_bit_can_move_nothing_waits_for_it(llama: PreTrainedModel, random_ids: Ids, format: str) -> None:
-    cache = kvfold.FoldedCache(llama.config, format)
+def test_where_no_bit_can_move_nothing_waits_for_it(uneven: PreTrainedModel, random_ids: Ids, format: str) -> None:
+    cache = kvfold.FoldedCache(uneven.config, format)
     assert all(layer.folded.config.budgets is None for layer in cache.layers)
-    llama(random_ids(1, 300), past_key_values=cache)
+    uneven(random_ids(1, 300), past_key_values=cache)
     assert set(_formats(cache)) == {format}
 
 
@@ -239,92 +295,92 @@ def test_queries_are_held_by_themselves() -> None:
             assert any(queries is x for part in layer.own() for x in part)
 
 
-def test_a_crop_into_the_sinks_is_another_prompt(llama: PreTrainedModel, random_ids: Ids) -> None:
-    ids, fresh, cache = random_ids(1, 300), *(kvfold.FoldedCache(llama.config, "kvfold-3") for _ in range(2))
-    expected = llama(ids, past_key_values=fresh).logits[:, 10:]
-    llama(torch.cat((ids[:, :10], random_ids(1, 400, seed=1)), 1), past_key_values=cache)
+def test_a_crop_into_the_sinks_is_another_prompt(uneven: PreTrainedModel, random_ids: Ids) -> None:
+    ids, fresh, cache = random_ids(1, 300), *(kvfold.FoldedCache(uneven.config, "kvfold-3") for _ in range(2))
+    expected = uneven(ids, past_key_values=fresh).logits[:, 10:]
+    uneven(torch.cat((ids[:, :10], random_ids(1, 400, seed=1)), 1), past_key_values=cache)
     cache.crop(10)
-    got = llama(ids[:, 10:], past_key_values=cache).logits
+    got = uneven(ids[:, 10:], past_key_values=cache).logits
     assert _bits(cache) == _bits(fresh)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_without_queries_all_are_alike(
-    llama: PreTrainedModel, random_ids: Ids, caplog: pytest.LogCaptureFixture
+    uneven: PreTrainedModel, random_ids: Ids, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = kvfold.FoldedCache(llama.config, "kvfold-3")
-    kvfold.detach(llama)
+    cache = kvfold.FoldedCache(uneven.config, "kvfold-3")
+    kvfold.detach(uneven)
     with caplog.at_level(logging.WARNING):
-        llama(random_ids(1, 300), past_key_values=cache)
-    kvfold.attach(llama)
+        uneven(random_ids(1, 300), past_key_values=cache)
+    kvfold.attach(uneven)
     assert set(_bits(cache)) == {(3, 3)}
     assert "all layers keep the bits of their format" in caplog.text
 
 
-def test_going_back_behind_the_fit(llama: PreTrainedModel, random_ids: Ids) -> None:
+def test_going_back_behind_the_fit(uneven: PreTrainedModel, random_ids: Ids) -> None:
     """A crop that leaves no trace takes bits back too, a broken pass does, and so does a reset."""
     ids, other = random_ids(1, 300), random_ids(1, 300, seed=1)
-    expected = kvfold.FoldedCache(llama.config, "kvfold-3")
-    logits = llama(ids, past_key_values=expected).logits[:, -20:]
-    cache = kvfold.FoldedCache(llama.config, "kvfold-3")
-    llama(torch.cat((ids[:, :250], other[:, :20]), 1), past_key_values=cache)
+    expected = kvfold.FoldedCache(uneven.config, "kvfold-3")
+    logits = uneven(ids, past_key_values=expected).logits[:, -20:]
+    cache = kvfold.FoldedCache(uneven.config, "kvfold-3")
+    uneven(torch.cat((ids[:, :250], other[:, :20]), 1), past_key_values=cache)
     assert cache.get_seq_length() > FIT_TOKENS
     cache.crop(250)
     assert set(_formats(cache)) == {"kvfold-3"}
-    llama(ids[:, 250:280], past_key_values=cache)
-    assert torch.allclose(llama(ids[:, 280:], past_key_values=cache).logits, logits, atol=1e-4)
+    uneven(ids[:, 250:280], past_key_values=cache)
+    assert torch.allclose(uneven(ids[:, 280:], past_key_values=cache).logits, logits, atol=1e-4)
     assert _bits(cache) == _bits(expected)
 
     cache.reset()
     assert set(_formats(cache)) == {"kvfold-3"}
-    llama(ids[:, :200], past_key_values=cache)
-    broken = llama.model.layers[3].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    uneven(ids[:, :200], past_key_values=cache)
+    broken = uneven.model.layers[3].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
-        llama(ids[:, 200:280], past_key_values=cache)
+        uneven(ids[:, 200:280], past_key_values=cache)
     broken.remove()
     assert set(_formats(cache)) == {"kvfold-3"}
-    llama(ids[:, 200:280], past_key_values=cache)
+    uneven(ids[:, 200:280], past_key_values=cache)
     assert _bits(cache) == _bits(expected)
 
 
 @pytest.mark.parametrize("held", [100, 262, 290])
-def test_a_saved_cache_goes_on(llama: PreTrainedModel, random_ids: Ids, tmp_path: Path, held: int) -> None:
+def test_a_saved_cache_goes_on(uneven: PreTrainedModel, random_ids: Ids, tmp_path: Path, held: int) -> None:
     """Before the fit, just after it, where a crop may still go back behind it, and later."""
     ids = random_ids(1, 400)
-    cache = kvfold.FoldedCache(llama.config, "kvfold-3")
-    llama(ids[:, :held], past_key_values=cache)
+    cache = kvfold.FoldedCache(uneven.config, "kvfold-3")
+    uneven(ids[:, :held], past_key_values=cache)
     cache.save(tmp_path / "cache")
-    loaded = kvfold.FoldedCache.load(tmp_path / "cache", llama.config)
+    loaded = kvfold.FoldedCache.load(tmp_path / "cache", uneven.config)
     copied = deepcopy(cache)
     for one in (cache, loaded, copied):
         if held == 262:
             one.crop(250)
-        llama(ids[:, one.get_seq_length() : 350], past_key_values=one)
-    expected = llama(ids[:, 350:], past_key_values=cache).logits
+        uneven(ids[:, one.get_seq_length() : 350], past_key_values=one)
+    expected = uneven(ids[:, 350:], past_key_values=cache).logits
     for one in (loaded, copied):
         assert _bits(one) == _bits(cache)
         assert _formats(one) == _formats(cache)
-        assert torch.equal(llama(ids[:, 350:], past_key_values=one).logits, expected)
+        assert torch.equal(uneven(ids[:, 350:], past_key_values=one).logits, expected)
         one.reset()
         assert set(_formats(one)) == {"kvfold-3"}
 
 
-def test_padded_sequences_have_bits_of_their_own(llama: PreTrainedModel, random_ids: Ids) -> None:
+def test_padded_sequences_have_bits_of_their_own(uneven: PreTrainedModel, random_ids: Ids) -> None:
     """Those that they have alone, whenever they come to the fit."""
     ids = random_ids(2, 400)
     mask = torch.ones(2, 400, dtype=torch.long)
     mask[0, :100] = 0
     alone = []
     for row, padding in ((1, 0), (0, 100)):
-        cache = kvfold.FoldedCache(llama.config, "kvfold-3")
-        llama(ids[row : row + 1, padding:], past_key_values=cache)
+        cache = kvfold.FoldedCache(uneven.config, "kvfold-3")
+        uneven(ids[row : row + 1, padding:], past_key_values=cache)
         alone.append(_bits(cache))
     assert alone[0] != alone[1]
     for chunks in ([400], [270, 130]):
-        cache = kvfold.FoldedCache(llama.config, "kvfold-3")
+        cache = kvfold.FoldedCache(uneven.config, "kvfold-3")
         first = 0
         for n in chunks:
-            llama(ids[:, first : first + n], attention_mask=mask[:, : first + n], past_key_values=cache)
+            uneven(ids[:, first : first + n], attention_mask=mask[:, : first + n], past_key_values=cache)
             first += n
         for number, padding in enumerate((0, 100)):
             groups = [group for layer in cache.layers for group in layer.folded.groups if group.padding == padding]

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from math import exp, log
+from statistics import fmean
 from typing import NamedTuple
 
 from kvfold.cache.calibration import Calibration, Loss
@@ -26,6 +28,14 @@ measurement on one kind of text decides for others."""
 MOST = 5
 """Most bits that a side is raised to. CPU kernels multiply codes of formats up to `kvfold-5` as integers; others take
 several times as long (docs/performance.md). A side whose format's name has this many bits, or more, keeps them."""
+
+NOISE = 0.6
+"""How far a prompt's costs tell losses: the variance of ln(loss/cost) over a model's sides. Measured on SmolLM2 (.35 to
+1.0, by the text) and Gemma 3 270M (.3 to 2.5); see benchmarks/quality/prompt_budgets.py."""
+
+ALIKE = 4
+"""How many layers without real differences are taken for granted beside those seen. So a few layers whose costs differ
+by chance do not decide."""
 
 _FAMILY = re.compile(r"kvfold-([1-8])(@[0-9]+)?")
 
@@ -45,7 +55,7 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one layer got: costs of its keys and values, if known; bits of its sides in kvfold's family; bits left over.
+    """What one layer got: costs of its sides in kvfold's family, if known; their bits; bits left over.
 
     `left` is, summed over sides: (bits of its format − bits that it got) · (numbers that a token has in it).
     """
@@ -129,13 +139,32 @@ def budgeted(policy: Policy, calibration: Calibration | None, num_layers: int) -
     return replace(policy, exceptions=(*policy.exceptions, *exceptions)) if exceptions else policy
 
 
+def shrunk(costs: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Costs of layers' sides, with their differences cut to the part that is to be believed.
+
+    The logarithm of a cost is that of the loss, up to a factor common to all sides, plus noise. If layers' losses vary
+    with τ², costs vary with τ² + `NOISE`, and the best linear guess of a loss keeps β = τ²/(τ² + `NOISE`) of its cost's
+    distance from the mean, in logarithms (empirical Bayes: Efron and Morris, JASA 68, 1973). Sides of one layer err
+    alike, so layers are counted, and not sides. Costs of 0 say that there is nothing to lose, and stay.
+    """
+    logs = [[log(cost) for cost in layer if cost > 0] for layer in costs]
+    sides = [x for layer in logs for x in layer]
+    if not sides:
+        return [list(layer) for layer in costs]
+    mean, layers = fmean(sides), sum(map(bool, logs))
+    squares = layers * fmean((x - mean) ** 2 for x in sides)
+    variance = (squares + ALIKE * NOISE) / (layers - 1 + ALIKE)
+    beta = max(0.0, 1 - NOISE / variance)
+    return [[exp(mean + beta * (log(cost) - mean)) if cost > 0 else 0.0 for cost in layer] for layer in costs]
+
+
 class PromptBudgets:
     """Bits of a cache's layers by the costs that a sequence's first tokens show, decided layer after layer.
 
-    Once a layer has read the first tokens, its costs and those of the layers before it are known. Later layers are
-    assumed to be alike: their costs are quantiles of the known ones. The bits left over are spread among this layer and
-    the later ones, and this layer keeps its share for good. So the total is kept, or about kept where layers differ in
-    KV heads. Sides of other families than kvfold's keep theirs.
+    Once a layer has read the first tokens, its costs and those of the layers before it are known, and believed as far
+    as `shrunk` says. Later layers are assumed to be alike: their costs are quantiles of the known ones. The bits left
+    over are spread among this layer and the later ones, and this layer keeps its share for good. So the total is kept,
+    or about kept where layers differ in KV heads. Sides of other families than kvfold's keep theirs.
     """
 
     def __init__(self, formats: Mapping[int, str]) -> None:
@@ -162,10 +191,11 @@ class PromptBudgets:
         bits = own
         if costs is not None:
             before = {index: share for index, share in shares.items() if index < layer}
-            known = [before[i].costs[n] for i, n in self._asked if i in before and before[i].costs]
-            known = sorted((*known, *(costs[side.number] for side in own)))
+            seen = [share.costs for share in before.values() if share.costs]
+            by_layer = shrunk([*seen, [costs[side.number] for side in own]])
+            known = sorted(cost for sides in by_layer for cost in sides)
             to_come = [side for side in self._asked if side.layer > layer]
-            expected = {side: costs[side.number] for side in own}
+            expected = dict(zip(own, by_layer[-1], strict=True))
             for i, side in enumerate(to_come):
                 expected[side] = known[(2 * i + 1) * len(known) // (2 * len(to_come))]
             items = {
@@ -173,7 +203,8 @@ class PromptBudgets:
             }
             bits = spread(items, sum(share.left for share in before.values()))
         left = sum((asked - bits[side]) * channels[side.number] for side, asked in own.items())
-        shares[layer] = Share(tuple(costs or ()), {side.number: bits[side] for side in own}, left)
+        kept = () if costs is None else tuple(costs[side.number] for side in own)
+        shares[layer] = Share(kept, {side.number: bits[side] for side in own}, left)
         return with_bits(self.formats[layer], shares[layer].bits)
 
 
