@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import kvfold
-from kvfold.evaluate import evaluate_formats, split_passages, standard_text
+from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import PAIRS, get_formats
 
@@ -42,8 +42,7 @@ def main() -> None:
 
     model, tokenizer = kvfold.demo_model()
     kvfold.attach(model)
-    ids = tokenizer(standard_text(), return_tensors="pt").input_ids
-    passages = split_passages(ids, args.passage, args.passages)
+    passages = text_passages(tokenizer, standard_text(), args.passage, args.passages)
     pairs = [f"{keys}:{values}" for keys, values in product(KEYS, VALUES)]
     names = list(dict.fromkeys((*pairs, *OTHERS, *QJL)))
     console = Console(width=110)

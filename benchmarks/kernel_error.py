@@ -31,7 +31,7 @@ import kvfold
 from kvfold.attention import cpu, reference
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
-from kvfold.evaluate import split_passages, standard_text
+from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 
 FORMATS = "kvfold-4,kvfold-3,kvfold-2,centred-4,turboquant-8,turboquant-4"
@@ -85,8 +85,8 @@ def main() -> None:
     formats = args.formats.split(",")
 
     model, tokenizer = kvfold.demo_model()
-    ids = tokenizer(standard_text(), return_tensors="pt").input_ids
-    passages = split_passages(ids, args.passage, 1, [int(offset) for offset in args.offsets.split(",")])
+    offsets = [int(offset) for offset in args.offsets.split(",")]
+    passages = text_passages(tokenizer, standard_text(), args.passage, 1, offsets)
     power = {format: [0.0, 0.0] for format in formats}
     by_kernel: dict[str, list[Tensor]] = {format: [] for format in formats}
     by_reference: dict[str, list[Tensor]] = {format: [] for format in formats}

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvfold.cli.options import token_progress
-from kvfold.evaluate import evaluate_formats, split_passages, standard_text
+from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.runtime import Runtime
 from kvfold.evaluate.sweep import Sweep
@@ -154,10 +154,11 @@ def main() -> None:
     ids = tokenizer(standard_text(), return_tensors="pt").input_ids
     rows: list[dict[str, Any]] = []
     if "quality" in parts:
-        rows += quality(runtime, args.model, split_passages(ids, args.passage, args.passages), formats)
+        passages = text_passages(tokenizer, standard_text(), args.passage, args.passages)
+        rows += quality(runtime, args.model, passages, formats)
     if "ablation" in parts:
         about = {"model": args.model, "passage": args.ablation_tokens}
-        rows += ablation(runtime, about, split_passages(ids, args.ablation_tokens, 1))
+        rows += ablation(runtime, about, text_passages(tokenizer, standard_text(), args.ablation_tokens, 1))
     if "memory" in parts:
         rows += memory(runtime, ids[:, : args.passage], formats)
     if "speed" in parts:

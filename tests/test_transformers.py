@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -223,6 +224,22 @@ class TestLayers:
         assert own + report.shared_bytes == report.held_bytes == cache.held_bytes()
         assert cache.bits_per_value() == 8 * report.held_bytes / report.values
         assert report.to_json()["layers"][0]["held_bytes"] == report.layers[0].held_bytes
+        assert report.folded_bits_per_value == report.bits_per_value  # every layer folds
+        assert report.to_json()["ratio_to_bf16"] == pytest.approx(16 / report.bits_per_value)
+
+    def test_windows_do_not_hide_what_folding_does(self, random_ids: Ids) -> None:
+        """Layers with windows count as windows in the whole, and not where layers fold."""
+        model = tiny_model("gpt-oss")
+        kvfold.attach(model)
+        cache = FoldedCache(model.config, "turboquant-4")
+        _logits(model, random_ids(1, 640), cache)
+        report = cache.report()
+        dense = [row for row in report.layers if row.format == "dense"]
+        assert [row.values for row in dense] == [2 * 2 * 64 * 47] * 2  # keys and values, heads, dim, the window
+        folded = report.held_bytes - sum(row.held_bytes for row in dense)
+        assert report.folded_bits_per_value == pytest.approx(8 * folded / (2 * 2 * 2 * 64 * 640))
+        assert 4 < report.folded_bits_per_value < 5.5 < report.bits_per_value
+        assert math.isnan(FoldedCache(model.config, "dense").report().folded_bits_per_value)
 
     @pytest.mark.contract
     def test_padding_takes_no_room(self, llama: PreTrainedModel, random_ids: Ids) -> None:

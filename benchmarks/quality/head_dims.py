@@ -11,6 +11,7 @@ table checks the drawing against the heads themselves.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -19,9 +20,13 @@ from rich.table import Table
 from torch import Tensor
 
 import kvfold
-from kvfold.evaluate import split_passages, standard_text
+from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import KeyStatistics
+from kvfold.integrations.transformers.layer import FoldedLayer
+
+sys.path.append(str(Path(__file__).parents[1]))  # models.py
+import models
 
 FAMILIES = ("turboquant", "hadamard", "centred", "kvfold")
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -46,22 +51,23 @@ def lost(format: str, key: Tensor, energy: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, or a model's folder")
     parser.add_argument("--bits", default="4,3,2")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     formats = [f"{family}-{bits}" for bits in args.bits.split(",") for family in FAMILIES]
 
-    model, tokenizer = kvfold.demo_model()
-    ids = tokenizer(standard_text(), return_tensors="pt").input_ids
-    calibration = kvfold.calibrate(model, split_passages(ids, TOKENS, 2))
+    model, tokenizer = models.load(args.model)
+    calibration = kvfold.calibrate(model, text_passages(tokenizer, standard_text(), TOKENS, 2))
     cache = kvfold.FoldedCache(model.config, "float16")
-    model(split_passages(ids, TOKENS + 16, 1)[0], past_key_values=cache)
-    real = torch.cat([layer.folded.unfold(torch.float32)[0][0, :, 16:] for layer in cache.layers])
+    model(text_passages(tokenizer, standard_text(), TOKENS + 16, 1)[0], past_key_values=cache)
+    folded = [layer.folded for layer in cache.layers if isinstance(layer, FoldedLayer)]
+    real = torch.cat([layer.unfold(torch.float32)[0][0, :, 16:] for layer in folded])
     energy = torch.cat([statistics.query_energy for statistics in calibration.layers.values()])
     variance = torch.cat([statistics.key_variance for statistics in calibration.layers.values()])
     common = real.unflatten(1, (-1, 64)).mean(2).square().mean(1)
 
-    rows = [{"head_dim": 64, "keys": "real"} | {format: lost(format, real, energy) for format in formats}]
+    rows = [{"head_dim": real.shape[-1], "keys": "real"} | {format: lost(format, real, energy) for format in formats}]
     order = (energy * variance).argsort(dim=-1, descending=True)
     spectra = [s.take_along_dim(order, -1) for s in (energy, variance, common)]
     generator = torch.Generator().manual_seed(0)

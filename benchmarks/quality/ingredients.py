@@ -7,11 +7,12 @@ passage's first 256 tokens. The last table goes through the real cache: what the
 
 Passages of 1,024 tokens of the language reference in Python's library.
 
-    python benchmarks/quality/ingredients.py [--offsets 0,30000] [--bits 3,2] [--json FILE]
+    python benchmarks/quality/ingredients.py [--model gemma3-270m] [--offsets 0,30000] [--bits 3,2] [--json FILE]
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,11 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvfold
-from kvfold.evaluate import evaluate_formats, split_passages, standard_text
+from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window
 from kvfold.formats.channelwise import QUARTERS
@@ -38,6 +41,9 @@ from kvfold.quant.affine import closest_affine
 from kvfold.quant.codebooks import flat_levels, gaussian_levels
 from kvfold.quant.nearest import nearest_level
 from kvfold.quant.transforms import orthogonal
+
+sys.path.append(str(Path(__file__).parents[1]))  # models.py
+import models
 
 PASSAGE, SINKS, PAGE = 1_024, 16, 64
 TRELLIS = {2: 0.0771, 3: 0.0201, 4: 0.00525}
@@ -188,7 +194,9 @@ FOLDING = Folding()
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-    """Causal attention over keys and values that went through `FOLDING`."""
+    """Causal attention over keys and values that went through `FOLDING`, in layers that attend to everything."""
+    if getattr(module, "sliding_window", None):
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
     repeat, whole = query.shape[1] // key.shape[1], (key.shape[2] - SINKS) // PAGE * PAGE
     folded = slice(SINKS, SINKS + whole)
     for x, codec in ((key, FOLDING.keys), (value, FOLDING.values)):
@@ -202,20 +210,21 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
 
 
 AttentionInterface.register("folding", attention)
+AttentionMaskInterface.register("folding", sdpa_mask)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, or a model's folder")
     parser.add_argument("--offsets", default="0,30000", help="where passages start, in tokens")
     parser.add_argument("--bits", default="4,3,2")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     all_bits = [int(bits) for bits in args.bits.split(",")]
 
-    model, tokenizer = kvfold.demo_model()
+    model, tokenizer = models.load(args.model)
     text = standard_text()
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    passages = split_passages(ids, PASSAGE, 1, [int(offset) for offset in args.offsets.split(",")])
+    passages = text_passages(tokenizer, text, PASSAGE, 1, [int(offset) for offset in args.offsets.split(",")])
     batch = torch.cat(passages)
     own = model.config._attn_implementation
     model.set_attn_implementation("folding")
@@ -254,7 +263,7 @@ def main() -> None:
         for row in cached
     ]  # fmt: skip
     for side in ("keys", "values", "cache"):
-        table = Table(title=f"{side}, SmolLM2-135M, dense PPL {ppl(dense):.3f}")
+        table = Table(title=f"{side}, {args.model}, dense PPL {ppl(dense):.3f}")
         table.add_column("codec")
         for bits in all_bits:
             table.add_column(f"KL, {bits} bits", justify="right")

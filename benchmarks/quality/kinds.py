@@ -5,11 +5,12 @@ Each passage is read once with a dense cache and once with each folded one, thro
 the passages; it gives both statistics and each layer's loss. The repeated text says one sentence over and over. `bits`
 is what the cache held at the end of a passage, everything counted.
 
-    python benchmarks/quality/kinds.py [--passage 4096] [--formats kvfold-4,kvfold-3,kvfold-2] [--json FILE]
+    python benchmarks/quality/kinds.py [--model gemma3-270m] [--passage 4096] [--formats kvfold-3] [--json FILE]
 """
 
 import argparse
 import json
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -17,13 +18,16 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from texts import texts
 from transformers import DynamicCache
 
 import kvfold
-from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, standard_text
+from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
+
+sys.path.append(str(Path(__file__).parents[1]))  # models.py
+import models
+from texts import texts
 
 BY = ("prompt", "calibrated")
 REPEATED = "The quick brown fox jumps over the lazy dog, and the dog does not mind. "
@@ -31,15 +35,15 @@ REPEATED = "The quick brown fox jumps over the lazy dog, and the dog does not mi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, or a model's folder")
     parser.add_argument("--formats", default="kvfold-4,kvfold-3,kvfold-2")
     parser.add_argument("--passage", type=int, default=4096, help="tokens of a passage")
     parser.add_argument("--passages", type=int, default=1, help="passages of each kind, spread over the text")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
 
-    model, tokenizer = kvfold.demo_model()
-    own = tokenizer(standard_text(), return_tensors="pt").input_ids
-    read = split_passages(own, 1024, 4)
+    model, tokenizer = models.load(args.model)
+    read = text_passages(tokenizer, standard_text(), 1024, 4)
     statistics = kvfold.calibrate(model, read)
     kinds = texts() | {"repeated": REPEATED * (args.passage // 8)}
     columns = [*product(args.formats.split(","), BY)]
@@ -52,10 +56,9 @@ def main() -> None:
         goes_by = dict(zip(BY, (None, losses), strict=True))
         task = progress.add_task("reading", total=len(kinds) * args.passages * args.passage * (1 + len(columns)))
         for kind, text in kinds.items():
-            ids = tokenizer(text, return_tensors="pt").input_ids
             meters = {name: FidelityMeter() for name in ["dense", *map(" ".join, columns)]}
             caches: dict[str, kvfold.FoldedCache] = {}
-            for passage in split_passages(ids, args.passage, args.passages):
+            for passage in text_passages(tokenizer, text, args.passage, args.passages):
                 caches = {
                     f"{format} {by}": kvfold.FoldedCache(model.config, format, calibration=goes_by[by])
                     for format, by in columns
@@ -69,13 +72,13 @@ def main() -> None:
                 name = f"{format} {by}"
                 result = meters[name].result()
                 rows.append({
-                    "model": "smollm2", "kind": kind, "text_sha": text_sha256(text), "passage": args.passage,
+                    "model": args.model, "kind": kind, "text_sha": text_sha256(text), "passage": args.passage,
                     "passages": args.passages, "format": format, "statistics": by, "ppl_dense": reference.ppl,
                     "delta_ppl_pct": 100 * (result.ppl / reference.ppl - 1), "kl_mean": result.kl_mean,
                     "kl_p99": result.kl_p99, "top1": result.top1, "bits_per_value": caches[name].bits_per_value(),
                     "versions": versions(),
                 })  # fmt: skip
-    table = Table(title=f"SmolLM2-135M, passages of {args.passage:,} tokens")
+    table = Table(title=f"{args.model}, passages of {args.passage:,} tokens")
     figures = [f"{figure}, {by}" for by in BY for figure in ("bits", "ΔPPL", "KL")]
     for column in ("text", "dense PPL", "format", *figures):
         table.add_column(column, justify="left" if column in ("text", "format") else "right")

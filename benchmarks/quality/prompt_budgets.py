@@ -3,7 +3,8 @@
 Of a passage's first 256 tokens each layer's keys, and its values, are folded into 2 bits, and some of the queries
 attend with and without (`kvfold/cache/prompt_costs.py`): once with all folded tokens wrong, once with those only that
 a cache would not hold dense then. Printed: how the logarithms of these costs correlate with those of the losses that
-`kvfold calibrate` measures by KL; and the KL of whole passages at the same memory, with
+`kvfold calibrate` measures by KL, and the variance of ln(loss/cost), which `kvfold.cache.budgets.NOISE` stands for;
+each side's cost beside its loss; and the KL of whole passages at the same memory, with
 
     alike     as many bits for all layers
     turn      bits by the prompt, layer after layer, as FoldedCache gives them by itself
@@ -11,12 +12,14 @@ a cache would not hold dense then. Printed: how the logarithms of these costs co
     others    as "turn", by the first tokens of the three other texts; their mean
     losses    by the calibration's losses
 
-    python benchmarks/quality/prompt_budgets.py [--passage 2048] [--passages 2] [--formats kvfold-3] [--json FILE]
+    python benchmarks/quality/prompt_budgets.py [--model gemma3-270m] [--passage 2048] [--formats kvfold-3]
 """
 
 import argparse
 import json
 import statistics
+import sys
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,21 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from texts import texts
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold.cache.budgets import Item, PromptBudgets, Stream, spread, with_bits
+from kvfold.cache.budgets import Item, PromptBudgets, Stream, shrunk, spread, with_bits
 from kvfold.cache.calibration import Loss
-from kvfold.evaluate import FidelityMeter, read_in_lockstep, split_passages, standard_text
+from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FIT_TOKENS, Window
 from kvfold.integrations.text import text_sha256
+from kvfold.integrations.transformers.layer import FoldedLayer
+
+sys.path.append(str(Path(__file__).parents[1]))  # models.py
+import models
+from texts import texts
 
 Costs = dict[Stream, float]
 
@@ -45,7 +52,8 @@ def costs_of(model: PreTrainedModel, ids: Tensor, window: Window | None = None) 
     """What folding each layer's sides costs by the first tokens of `ids`, as a cache finds it."""
     cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
     model(ids[:, :FIT_TOKENS], past_key_values=cache, logits_to_keep=1)
-    (shares,) = cache.layers[0].folded.config.budgets.shares.values()
+    first = next(layer for layer in cache.layers if isinstance(layer, FoldedLayer))
+    (shares,) = first.folded.config.budgets.shares.values()
     return {Stream(layer, n): cost for layer, share in shares.items() for n, cost in enumerate(share.costs)}
 
 
@@ -72,6 +80,18 @@ def at_once(format: str, costs: Costs) -> kvfold.Policy:
     return by_bits(format, spread({side: Item(base, Loss(cost, 1)) for side, cost in costs.items()}))
 
 
+def believed(costs: Costs) -> Costs:
+    """Costs as far as a cache believes them, once it knows them all."""
+    layers = sorted({side.layer for side in costs})
+    by_layer = shrunk([[costs[Stream(layer, n)] for n in (0, 1)] for layer in layers])
+    return {Stream(layer, n): own[n] for layer, own in zip(layers, by_layer, strict=True) for n in (0, 1)}
+
+
+def noise(costs: Costs, losses: Costs) -> float:
+    """Variance of ln(loss/cost) over all layers' keys and values."""
+    return statistics.variance(log(losses[side] / costs[side]) for side in losses)
+
+
 def correlation(costs: Costs, losses: Costs) -> float:
     """Of logarithms, over all layers' keys and values."""
     return statistics.correlation(*(torch.tensor([x[side] for side in losses]).log().tolist() for x in (costs, losses)))
@@ -79,14 +99,15 @@ def correlation(costs: Costs, losses: Costs) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, or a model's folder")
     parser.add_argument("--formats", default="kvfold-3")
     parser.add_argument("--passage", type=int, default=2048, help="tokens of a passage")
     parser.add_argument("--passages", type=int, default=2, help="passages of each text, spread over it")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
-    model, tokenizer = kvfold.demo_model()
+    model, tokenizer = models.load(args.model)
     kvfold.attach(model)
-    calibrated = split_passages(tokenizer(standard_text(), return_tensors="pt").input_ids, 1024, 4)
+    calibrated = text_passages(tokenizer, standard_text(), 1024, 4)
     formats, rows = args.formats.split(","), list[dict[str, Any]]()
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("losses by KL", total=None)
@@ -98,9 +119,7 @@ def main() -> None:
         passages = {
             (kind, number): passage
             for kind, text in texts().items()
-            for number, passage in enumerate(
-                split_passages(tokenizer(text, return_tensors="pt").input_ids, args.passage, args.passages)
-            )
+            for number, passage in enumerate(text_passages(tokenizer, text, args.passage, args.passages))
         }
         costs = {which: costs_of(model, passage) for which, passage in passages.items()}
         all_wrong = {which: costs_of(model, passage, Window(sinks=16)) for which, passage in passages.items()}
@@ -111,7 +130,7 @@ def main() -> None:
             for format in formats:
                 policies[f"{format} alike"] = kvfold.Policy(format, budgets=False)
                 policies[f"{format} turn"] = kvfold.Policy(format)
-                policies[f"{format} at once"] = at_once(format, far)
+                policies[f"{format} at once"] = at_once(format, believed(far))
                 for other in texts():
                     if other != kind:
                         policies[f"{format} {other}"] = in_turn(format, costs[other, number])
@@ -127,26 +146,40 @@ def main() -> None:
                 }  # fmt: skip
                 kl["others"] = statistics.mean(kl.pop(other) for other in texts() if other != kind)
                 rows.append({
-                    "model": "smollm2", "kind": kind, "number": number, "text_sha": text_sha256(texts()[kind]),
+                    "model": args.model, "kind": kind, "number": number, "text_sha": text_sha256(texts()[kind]),
                     "passage": args.passage, "format": format, "correlation_all": correlation(every, losses),
-                    "correlation_far": correlation(far, losses), **{f"kl_{by}": kl[by] for by in BY},
+                    "correlation_far": correlation(far, losses), "noise": noise(far, losses),
+                    **{f"kl_{by}": kl[by] for by in BY},
                     **{f"bits_{by}": caches[f"{format} {by}"].bits_per_value() for by in BY if by != "others"},
                     "versions": versions(),
                 })  # fmt: skip
-    table = Table(title=f"SmolLM2-135M, passages of {args.passage:,} tokens")
-    for column in ("text", "format", "corr., all", "corr., far", "bits", "bits, turn", *(f"KL, {by}" for by in BY)):
+    sides = Table(title=f"{args.model}: two bits for one side")
+    for column in ("layer", "side", "loss, KL", "cost", "loss/cost, of the mean's"):
+        sides.add_column(column, justify="right")
+    mean_cost = {side: exp(statistics.mean(log(own[side]) for own in costs.values())) for side in losses}
+    ratio = {side: losses[side] / mean_cost[side] for side in losses}
+    mean_ratio = exp(statistics.mean(map(log, ratio.values())))
+    for side, loss in losses.items():
+        name = ("keys", "values")[side.number]
+        sides.add_row(str(side.layer), name, f"{loss:.5f}", f"{mean_cost[side]:.5f}", f"{ratio[side] / mean_ratio:.2f}")
+    Console().print(sides)
+    table = Table(title=f"{args.model}, passages of {args.passage:,} tokens")
+    figures = ("corr., all", "corr., far", "noise", "bits", "bits, turn")
+    for column in ("text", "format", *figures, *(f"KL, {by}" for by in BY)):
         table.add_column(column, justify="left" if column in ("text", "format") else "right")
     for row in rows:
         correlations = (f"{row[f'correlation_{which}']:.2f}" for which in ("all", "far"))
         bits = (f"{row[f'bits_{by}']:.2f}" for by in ("alike", "turn"))
-        table.add_row(row["kind"], row["format"], *correlations, *bits, *(f"{row[f'kl_{by}']:.4f}" for by in BY))
+        kl = (f"{row[f'kl_{by}']:.4f}" for by in BY)
+        table.add_row(row["kind"], row["format"], *correlations, f"{row['noise']:.2f}", *bits, *kl)
     Console().print(table)
     for format in formats:
         own = [row for row in rows if row["format"] == format]
         means = {by: statistics.mean(row[f"kl_{by}"] for row in own) for by in BY}
         Console().print(f"{format}: mean KL", ", ".join(f"{by} {mean:.5f}" for by, mean in means.items()))
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2))
+        about = {f"{side.layer}.{side.number}": (losses[side], mean_cost[side]) for side in losses}
+        args.json.write_text(json.dumps({"sides": about, "rows": rows}, indent=2))
 
 
 if __name__ == "__main__":

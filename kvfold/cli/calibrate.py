@@ -14,7 +14,7 @@ from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
 from kvfold.cache.files.paths import check_output
 from kvfold.cache.policy import Policy
 from kvfold.cli.options import Dtype, Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
-from kvfold.evaluate import split_passages
+from kvfold.evaluate import text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model, sources_of
@@ -77,7 +77,7 @@ def calibrate(
             f"passage = {passage}: costs are measured on {FEWEST} tokens or more; give that, or --no-budgets"
         )
     network, tokenizer = load_model(model, weights)
-    parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
+    parts = text_passages(tokenizer, words, passage, passages)
     tokens = sum(part.shape[1] for part in parts)
     with token_progress() as progress:
         read = partial(progress.advance, progress.add_task("reading", total=tokens))

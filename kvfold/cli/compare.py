@@ -10,7 +10,8 @@ from rich.table import Table
 from kvfold.cli.options import Format, Json, Model, TextFile, check_format, counted, print_json, text_of
 from kvfold.evaluate.compare import COLUMNS, Executor, cells
 from kvfold.evaluate.compare import compare as compare_executors
-from kvfold.evaluate.quality import split_passages, versions
+from kvfold.evaluate.passages import text_passages
+from kvfold.evaluate.quality import versions
 from kvfold.formats import DEFAULT
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
@@ -42,7 +43,7 @@ def compare(
     executors = (Executor.parse(a), Executor.parse(b))
     words = text_of(text)
     network, tokenizer = load_model(model, None)
-    (ids,) = split_passages(tokenizer(words, return_tensors="pt").input_ids, tokens, 1)
+    (ids,) = text_passages(tokenizer, words, tokens, 1)
     with counted("computing", 2 * (tokens + generate)) as done:
         result = compare_executors(network, ids, format, executors, generate=generate, progress=done)
     names = [str(executor) for executor in executors]

@@ -24,7 +24,7 @@ from kvfold.cli.options import (
     print_json,
     text_of,
 )
-from kvfold.evaluate import QualityRow, evaluate_formats, split_passages
+from kvfold.evaluate import QualityRow, evaluate_formats, text_passages
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.text import text_sha256
 
@@ -59,7 +59,7 @@ def evaluate(
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_runtime(runtime, model, weights)
     network.attach()
-    parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages, starts)
+    parts = text_passages(tokenizer, words, passage, passages, starts)
     with counted("reading", sum(part.shape[1] for part in parts) * (1 + len(names))) as read:
         rows = evaluate_formats(network, parts, names, calibration=measured, progress=read)
     if as_json:
@@ -73,13 +73,16 @@ def evaluate(
 
 def _print(rows: list[QualityRow], model: str, layers: bool) -> None:
     console = Console()
-    table = Table(title=f"{model}: {rows[0].n_tokens:,} tokens, dense PPL {rows[0].ppl_dense:.3f}")
-    for column in ("format", "ΔPPL", "KL", "p99", "top-1", "bits/value", "seconds"):
+    table = Table(
+        title=f"{model}: {rows[0].n_tokens:,} tokens, dense PPL {rows[0].ppl_dense:.3f}",
+        caption="bits: a value, in layers that fold; ratio: how many times smaller than dense in bfloat16, all layers",
+    )
+    for column in ("format", "ΔPPL", "KL", "p99", "top-1", "bits", "ratio", "seconds"):
         table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.format, f"{row.delta_ppl_pct:+.2f} %", f"{row.kl_mean:.4f}", f"{row.kl_p99:.3f}", f"{row.top1:.3f}",
-            f"{row.bits_per_value:.2f}", f"{row.seconds:.1f}",
+            f"{row.folded_bits_per_value:.2f}", f"{row.ratio_to_bf16:.2f}", f"{row.seconds:.1f}",
         )  # fmt: skip
     console.print(table)
     if not layers:

@@ -151,8 +151,7 @@ def generate(
         return print_json(row | report.to_json())
     Console(stderr=True).print(
         f"[dim]{ids.shape[1]} prompt + {said.tokens} new tokens, {said.tokens_per_second:.1f} tok/s; cache holds "
-        f"{report.held_bytes / 1e6:.2f} MB, {report.bits_per_value:.2f} bits a value, "
-        f"{_beside_bf16(report.ratio_to_bf16)}[/]",
+        f"{report.held_bytes / 1e6:.2f} MB, {_bits(report)}, {_beside_bf16(report.ratio_to_bf16)}[/]",
         highlight=False,
         soft_wrap=True,
     )
@@ -239,6 +238,13 @@ def _by_mlx(question: _Question, limits: list[int | None]) -> _Answered:
     if not question.quiet:
         print()
     return ids, 0, said, cache_report(cache)
+
+
+def _bits(report: CacheReport) -> str:
+    """Bits a value; where some layers stay dense, also those of the layers that fold."""
+    every, folded = report.bits_per_value, report.folded_bits_per_value
+    whole = all(layer.format != "dense" for layer in report.layers)
+    return f"{every:.2f} bits a value" if whole else f"{every:.2f} bits a value ({folded:.2f} where layers fold)"
 
 
 def _beside_bf16(ratio: float) -> str:

@@ -24,7 +24,7 @@ from kvfold.cli.options import (
     text_of,
     token_progress,
 )
-from kvfold.evaluate.quality import split_passages
+from kvfold.evaluate.passages import text_passages
 from kvfold.evaluate.records import RUN, Row, open_rows
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, cells, pareto, recommend
 from kvfold.formats.numbers import LARGEST
@@ -79,7 +79,7 @@ def sweep(
     check_output(out, "out", (text, *sources_of(model)))
     open_rows(out, RUN)  # raises now if it cannot be appended to
     network, tokenizer = load_runtime(runtime, model, weights)
-    parts = split_passages(tokenizer(words, return_tensors="pt").input_ids, passage, passages)
+    parts = text_passages(tokenizer, words, passage, passages)
     about = {"model": model, "text_sha": text_sha256(words), "passage": passage, "dtype": network.dtype}
     if runtime != "torch":  # rows from before there was another do not say it
         about["runtime"] = runtime

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
+from kvfold.cache.report import DERIVED
 from kvfold.evaluate.fidelity import FidelityMeter, read_in_lockstep
 from kvfold.evaluate.runtime import Compared, Runtime, runtime_of
-from kvfold.formats.numbers import LARGEST, whole
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class QualityRow:
         Perplexity with a dense cache and with this one; the difference, and in percent.
     kl_mean, kl_p99, top1
         As in `Fidelity`.
-    bits_per_value, held_bytes
-        What the cache held at the end of the last passage, everything counted.
+    folded_bits_per_value, bits_per_value, ratio_to_bf16, held_bytes
+        What the cache held at the end of the last passage, everything counted: bits of the layers that fold, bits over
+        all layers, how many times smaller that is than a dense bfloat16 cache of the same model, and bytes.
     key_error, value_error
         For each layer, ‖x − x̂‖²/‖x‖² of the dense cache's own keys and values when folded: the codec's
         error alone, without what earlier layers' errors do to later ones. NaN for layers that stay dense.
@@ -51,7 +52,9 @@ class QualityRow:
     kl_mean: float
     kl_p99: float
     top1: float
+    folded_bits_per_value: float
     bits_per_value: float
+    ratio_to_bf16: float
     held_bytes: int
     key_error: tuple[float, ...]
     value_error: tuple[float, ...]
@@ -75,45 +78,6 @@ def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, s
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-
-
-def split_passages(ids: Tensor, passage: int, count: int, offsets: Sequence[int] | None = None) -> list[Tensor]:
-    """Passages of a text.
-
-    Parameters
-    ----------
-    ids
-        Tokens of the text, (1, T).
-    passage
-        Tokens of each passage, at least 2.
-    count
-        How many passages, spread evenly over the text; as many as fit without overlap.
-    offsets
-        Where each starts, in the place of `count`.
-
-    Raises
-    ------
-    ValueError
-        If the text is shorter than a passage, or an offset leaves no room for one.
-    """
-    length = ids.shape[1]
-    for name, number in (("passage", passage), ("passages", count), *(("offset", offset) for offset in offsets or ())):
-        whole(name, number, -LARGEST)
-    if passage < 2:
-        raise ValueError(f"passage = {passage}: a passage has at least 2 tokens, as the first predicts the second")
-    if length < passage:
-        raise ValueError(f"the text has {length} tokens, fewer than a passage of {passage}: give a longer text")
-    if offsets is None:
-        if count < 1:
-            raise ValueError(f"passages = {count}: give at least 1")
-        count = min(count, length // passage)
-        offsets = [i * (length - passage) // max(count - 1, 1) for i in range(count)]
-    for offset in offsets:
-        if not 0 <= offset <= length - passage:
-            raise ValueError(
-                f"offset = {offset}: a passage of {passage} tokens fits from 0 to {length - passage} in {length} tokens"
-            )
-    return [ids[:, offset : offset + passage] for offset in offsets]
 
 
 @torch.no_grad()
@@ -171,7 +135,7 @@ def evaluate_formats(
                 kl_mean=result.kl_mean,
                 kl_p99=result.kl_p99,
                 top1=result.top1,
-                bits_per_value=report.bits_per_value,
+                **{figure: getattr(report, figure) for figure in DERIVED},
                 held_bytes=report.held_bytes,
                 key_error=key_error,
                 value_error=value_error,

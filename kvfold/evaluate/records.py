@@ -37,7 +37,8 @@ RUN: Row = _ABOUT | {
 QUALITY: Row = _ABOUT | {
     "format": str, "passage": (int, None), "n_tokens": int, "ppl_dense": float, "ppl": float, "delta_ppl_pct": float,
     "kl_mean": float,
-    "kl_p99": float, "top1": float, "bits_per_value": float, "held_bytes": int, "seconds": float,
+    "kl_p99": float, "top1": float, "folded_bits_per_value": (float, None), "bits_per_value": float,
+    "ratio_to_bf16": (float, None), "held_bytes": int, "seconds": float,
     "key_error": ([(float, None)], None), "value_error": ([(float, None)], None),
 }  # fmt: skip
 """Fields of a row of `kvfold eval`."""

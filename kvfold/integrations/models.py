@@ -208,8 +208,17 @@ def demo_folder() -> Path:
                 f"the demo model is converted once, into {str(folder)!r}, which cannot be written ({error.strerror}): "
                 "let XDG_CACHE_HOME name another folder"
             ) from None
+        logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
         with scratch:
-            _convert(gguf, folder, scratch.name)
+            convert_gguf(gguf, Path(scratch.name))
+            try:
+                os.rename(scratch.name, folder)
+            except OSError:  # another process was first
+                if not (folder / "config.json").is_file():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
+            else:
+                os.mkdir(scratch.name)  # for the context manager to remove
     return folder
 
 
@@ -223,23 +232,13 @@ def _kept_folder() -> Path:
         raise FileNotFoundError("there is no home folder to keep the model in: let XDG_CACHE_HOME name one") from None
 
 
-def _convert(gguf: Path, folder: Path, scratch: str) -> None:
-    """Write a GGUF file's weights and tokenizer as an ordinary model folder, whole or not at all, by way of `scratch`,
-    a folder beside it."""
-    logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's weights, in float32, and its tokenizer as an ordinary model into `folder`, which exists."""
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(source.config).from_dict(source.config.to_dict())
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     plain = type(source)(config)
     plain.load_state_dict(source.state_dict())
-    plain.save_pretrained(scratch)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
-    try:
-        os.rename(scratch, folder)
-    except OSError:  # another process was first
-        if not (folder / "config.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    else:
-        os.mkdir(scratch)  # for the context manager to remove
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

@@ -44,7 +44,7 @@ from rich.table import Table
 from torch import Tensor
 
 import kvfold
-from kvfold.evaluate import split_passages, standard_text
+from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
 
@@ -102,11 +102,7 @@ def read_passages(args: argparse.Namespace) -> tuple[list[Tensor], dict[str, Any
     texts = [file.read_text() for file in args.text] if args.text else [standard_text()]
     offsets = [0] if args.text else [int(offset) for offset in args.offsets.split(",")]
     length = args.context + args.steps + 1
-    passages = [
-        passage
-        for text in texts
-        for passage in split_passages(tokenizer(text, return_tensors="pt").input_ids, length, 1, offsets)
-    ]
+    passages = [passage for text in texts for passage in text_passages(tokenizer, text, length, 1, offsets)]
     return passages, {"model": "smollm2", "text_sha": [text_sha256(text) for text in texts], "offsets": offsets}
 
 

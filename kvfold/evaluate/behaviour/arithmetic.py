@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, opening, plain
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, plain
+from kvfold.evaluate.passages import opening
 from kvfold.integrations.text import standard_text
 
 

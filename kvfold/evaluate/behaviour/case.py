@@ -118,11 +118,6 @@ def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a tokenizer puts in front of a whole prompt: a token that begins it, or nothing."""
-    return [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
-
-
 def chat_turn(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Tokens that open a conversation with a user's message, in the chat template if there is one."""
     if tokenizer.chat_template is None:
