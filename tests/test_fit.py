@@ -17,7 +17,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
 from kvfold.evaluate import FidelityMeter, read_in_lockstep
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window, get_format, get_formats
-from kvfold.formats.channelwise import QUARTERS, spread_bits
+from kvfold.formats.channelwise import PATTERNS, spread_bits
 from kvfold.quant.transforms import ChannelOrder
 
 D, SINKS = 64, 16
@@ -281,10 +281,11 @@ def test_keys_fitted_to_queries_lose_less(
     assert kl["calibrated"] < 0.6 * kl["misled"]
 
 
-@pytest.mark.parametrize("bits", QUARTERS)
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_mean_bits(bits: int) -> None:
-    assert sum(QUARTERS[bits]) == 4 * bits
-    for groups in range(1, 40):
+    for parts in PATTERNS:
+        assert sum(spread_bits(bits, parts)) == sum(spread_bits(bits, 2 * parts)) / 2 == bits * parts
+    for groups in range(1, 65):
         spread = spread_bits(bits, groups)
         assert len(spread) == groups
         assert list(spread) == sorted(spread, reverse=True)

@@ -419,8 +419,14 @@ def smollm2() -> tuple[Any, Any]:
 
 
 def _tiny(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
-    """A tiny random model in torch and in mlx-lm, float32 both, by way of its folder."""
+    """A tiny random model in torch and in mlx-lm, float32 both, by way of its folder.
+
+    Keys of every other layer cost little, as attention is flat there. So layers get bits of their own, where more than
+    two fold.
+    """
     model = tiny_model(name).float()
+    for layer in model.model.layers[1::2]:
+        layer.self_attn.q_proj.weight.mul_(0.1)
     kvfold.attach(model)
     model.save_pretrained(folder)
     from mlx_lm.utils import load_model
@@ -460,7 +466,8 @@ def test_tiny_models_say_what_they_say_in_torch(
     assert (bare - expected).abs().mean() > 10 * (got - expected).abs().mean()
     formats, own = ([row.format for row in report.layers] for report in (ours.report(), cache_report(cache)))
     assert own == formats
-    assert (len({*formats} - {"dense"}) > 1) == (format != "turboquant-4")  # bits of their own
+    own_bits = format != "turboquant-4" and name != "gemma3"  # two layers are too few
+    assert (len({*formats} - {"dense"}) > 1) == own_bits
     said = model.generate(
         ids, past_key_values=kvfold.FoldedCache(model.config, format), max_new_tokens=24, do_sample=False,
         attention_mask=torch.ones_like(ids), output_scores=True, return_dict_in_generate=True,

@@ -358,6 +358,32 @@ class TestFile:
                 own, value = own.formats, value.formats
             assert own == value, name
 
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_pages_of_other_bits(self, head_dim: int) -> None:
+        """Pages are read with the bits that they were folded with, or not at all.
+
+        Files did not name them when every head was cut into quarters.
+        """
+
+        def saved() -> Contents:
+            layer = LayerCache(LayerConfig("kvfold-4"))
+            x = torch.randn(1, 2, 400, head_dim, generator=torch.Generator().manual_seed(0))
+            attend(x, layer.append(x, x), scaling=0.1)
+            return layer_to_saved(layer)
+
+        assert layer_from_saved(saved()).groups[0].rows.keys.count > 0
+        other = saved()
+        other.data["group0"]["keys_bits"][:2] = [5, 5]
+        with pytest.raises(ValueError, match=r"group0.keys_bits are \[5, 5.*, and this kvfold reads"):
+            layer_from_saved(other)
+        old = saved()
+        del old.data["group0"]["keys_bits"], old.data["group0"]["values_bits"]
+        if head_dim == 64:
+            assert layer_from_saved(old).groups[0].rows.keys.count > 0
+        else:
+            with pytest.raises(ValueError, match=r"group0.keys were folded by an older kvfold, with other bits"):
+                layer_from_saved(old)
+
     def test_ids(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path) -> None:
         cache, path = FoldedCache(llama.config), tmp_path / "cache"
         cache.save(path)

@@ -33,7 +33,7 @@ import kvfold
 from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window
-from kvfold.formats.channelwise import QUARTERS
+from kvfold.formats.channelwise import spread_bits
 from kvfold.formats.page import level_table
 from kvfold.integrations.text import text_sha256
 from kvfold.quant import scales
@@ -68,16 +68,18 @@ def _statistics(x: Tensor, q: Tensor) -> KeyStatistics:
 
 
 def per_channel(
-    bits: tuple[int, ...], x: Tensor, q: Tensor, *, flat: bool = False, tried: int = 1, middle: bool = False,
-    order: bool = False, klt: str | None = None, by_layer: bool = False,
+    mean: int, x: Tensor, q: Tensor, *, flat: bool = False, tried: int = 1, middle: bool = False,
+    order: bool = False, klt: str | None = None, spread: bool = False, by_layer: bool = False,
 ) -> Tensor:  # fmt: skip
     """A centre and a scale for each channel of a page, with more or less of what `Channelwise` does.
 
     flat: levels of `flat_levels` in the place of the Gaussian's; tried: scales tried; middle: the middle of the range
     tried as a centre; order: channels by importance; klt: coordinates in which keys are uncorrelated and errors weigh
-    alike, U of W·Σ_k·W with W = Σ_q^½ ("plain": W = 1); by_layer: bits spread as this layer's importance asks, their
-    mean as given.
+    alike, U of W·Σ_k·W with W = Σ_q^½ ("plain": W = 1); spread: more bits for the first channels, with the same mean;
+    by_layer: bits spread as this layer's importance asks.
     """
+    groups = x.shape[-1] // 16
+    bits = spread_bits(mean, groups) if spread else (mean,) * groups
     forth = back = torch.eye(x.shape[-1]).expand(x.shape[0], -1, -1)
     if klt:
         first = FIT_TOKENS - SINKS
@@ -101,9 +103,9 @@ def per_channel(
     levels = flat_levels if flat else gaussian_levels
     lut = level_table({b: levels(b) for b in set(bits)}, bits)
     tops = torch.tensor([levels(b)[-1] for b in bits]).repeat_interleave(16)
-    low, high, mean = y.amin(1, keepdim=True), y.amax(1, keepdim=True), y.mean(1, keepdim=True)
-    z = (torch.cat((mean, (low + high) / 2), 1) if middle else mean).half().float()
-    deviation = (y.var(1, keepdim=True, correction=0) + (z - mean).square()).sqrt()
+    low, high, average = y.amin(1, keepdim=True), y.amax(1, keepdim=True), y.mean(1, keepdim=True)
+    z = (torch.cat((average, (low + high) / 2), 1) if middle else average).half().float()
+    deviation = (y.var(1, keepdim=True, correction=0) + (z - average).square()).sqrt()
     reach = torch.maximum(torch.maximum(high - z, z - low) / tops, deviation)
     s = torch.stack([deviation.lerp(reach, step / max(tried - 1, 1)) for step in range(tried)], 2).flatten(1, 2)
     s, z = s.half().float(), z.repeat_interleave(tried, 1)
@@ -141,22 +143,21 @@ def rotated(bits: int, rule: str, x: Tensor, q: Tensor, *, centred: bool = False
 
 def key_rows(bits: int) -> dict[str, Codec]:
     """Keys: each row adds to the one before, from the first that has channels on."""
-    even, spread = (bits,) * 4, QUARTERS[bits]
     rows: dict[str, Codec] = {
         "TurboQuant": partial(named, f"turboquant-{bits}"),
         "Hadamard, unbiased scales": partial(named, f"hadamard-{bits}"),
         "… around page centres": partial(named, f"centred-{bits}"),
-        "scale a channel and page": partial(per_channel, even),
-        "+ best of 8 scales": partial(per_channel, even, tried=8),
-        "+ flat levels": partial(per_channel, even, tried=8, flat=True),
-        "+ best of 2 centres": partial(per_channel, even, tried=8, flat=True, middle=True),
+        "scale a channel and page": partial(per_channel, bits),
+        "+ best of 8 scales": partial(per_channel, bits, tried=8),
+        "+ flat levels": partial(per_channel, bits, tried=8, flat=True),
+        "+ best of 2 centres": partial(per_channel, bits, tried=8, flat=True, middle=True),
         "+ bits by importance (kvfold)": partial(named, f"kvfold-{bits}"),
-        "bits by importance, nothing else": partial(per_channel, spread, order=True),
+        "bits by importance, nothing else": partial(per_channel, bits, order=True, spread=True),
         "query-weighted KLT, the rest as kvfold": partial(
-            per_channel, spread, tried=8, flat=True, middle=True, klt="weighted"
+            per_channel, bits, tried=8, flat=True, middle=True, klt="weighted", spread=True
         ),
         "bits as each layer asks, the rest as kvfold": partial(
-            per_channel, spread, tried=8, flat=True, middle=True, order=True, by_layer=True
+            per_channel, bits, tried=8, flat=True, middle=True, order=True, spread=True, by_layer=True
         ),
     }
     if bits > 1:
@@ -174,9 +175,9 @@ def value_rows(bits: int) -> dict[str, Codec]:
         "Hadamard, exact norms": partial(rotated, bits, "matched"),
         "Hadamard, EDEN scale (kvfold)": partial(named, f"hadamard-{bits}"),
         "… around page centres (+.25 bits)": partial(named, f"centred-{bits}"),
-        "scale a channel and page": partial(per_channel, (bits,) * 4, tried=8, flat=True, middle=True),
+        "scale a channel and page": partial(per_channel, bits, tried=8, flat=True, middle=True),
         "KLT, more bits for larger variance": partial(
-            per_channel, QUARTERS[bits], tried=8, flat=True, middle=True, klt="plain"
+            per_channel, bits, tried=8, flat=True, middle=True, klt="plain", spread=True
         ),
         "trellis code (simulated)": partial(rotated, bits, "trellis"),
     }

@@ -16,11 +16,17 @@ from kvfold.quant.codebooks import even_flat_levels, flat_levels, on_grid
 from kvfold.quant.packing import TILE, padded
 from kvfold.quant.transforms import ChannelOrder, as_they_come
 
-QUARTERS = {
-    1: (1, 1, 1, 1), 2: (3, 2, 2, 1), 3: (5, 3, 2, 2), 4: (6, 4, 3, 3),
-    5: (7, 5, 4, 4), 6: (8, 6, 5, 5), 7: (8, 8, 6, 6), 8: (8, 8, 8, 8),
+PATTERNS = {
+    4: ("1111", "3221", "5322", "6433", "7544", "8655", "8866", "8888"),
+    8: ("11111111", "43222111", "54333222", "65444333", "76555444", "87666555", "88877666", "88888888"),
+    16: (
+        "1111111111111111", "4333222222211111", "5544333333322221", "6655444444433332",
+        "7766555555544443", "8877666666655554", "8888877777766666", "8888888888888888",
+    ),
 }  # fmt: skip
-"""Bits of the four quarters of a head's channels, the most important first, for each mean."""
+"""Bits of equal parts of a head's channels, the most important first, by the number of parts, for means of 1 to 8.
+
+Those of 4 are from SmolLM2, of 64 channels; those of 16 from Gemma 3 270M, of 256; those of 8 lie between."""
 
 SCALES = 8
 """How many scales are tried for each channel, from its deviation to its largest value."""
@@ -53,6 +59,11 @@ class Channelwise(Ordered):
     @property
     def _bits(self) -> tuple[int, ...]:
         return spread_bits(self.bits, padded(self.head_dim) // TILE)
+
+    @property
+    def by_quarters(self) -> bool:
+        """Whether channels have the bits that they had before heads were cut into finer parts."""
+        return self._bits == spread_bits(self.bits, len(self._bits), 4)
 
     def fitted(self, statistics: KeyStatistics) -> "Channelwise":
         if statistics.key_variance.shape[-1] != self.head_dim:
@@ -89,12 +100,14 @@ def _levels(bits: tuple[int, ...]) -> Tensor:
     return level_table({b: even_flat_levels(b) if b == 7 else on_grid(flat_levels(b)) for b in set(bits)}, bits)
 
 
-def spread_bits(bits: int, groups: int) -> tuple[int, ...]:
+def spread_bits(bits: int, groups: int, parts: int | None = None) -> tuple[int, ...]:
     """Bits of each group of 16 channels, with a mean of `bits`.
 
-    The mean is a little lower if quarters are not whole groups (2.8 instead of 3 for 80 channels). Fewer than four
-    groups all have the same bits.
+    Wide heads have finer parts, if these are whole groups. With four parts that are none, the mean is a little lower
+    (2.8 instead of 3 for 80 channels). Fewer than four groups all have the same bits. `parts`: one of `PATTERNS`.
     """
     if groups < 4:
         return (bits,) * groups
-    return tuple(QUARTERS[bits][int((group + 0.5) * 4 / groups)] for group in range(groups))
+    parts = parts or next((parts for parts in (16, 8) if groups % parts == 0), 4)
+    pattern = PATTERNS[parts][bits - 1]
+    return tuple(int(pattern[int((group + 0.5) * parts / groups)]) for group in range(groups))

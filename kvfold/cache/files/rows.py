@@ -1,6 +1,7 @@
 """Folded rows as the contents of a file, and back."""
 
 from dataclasses import replace
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from kvfold.cache.rows import FoldedRows
 from kvfold.cache.store import PageStore
 from kvfold.cache.tail import DenseTokens, tail_capacity
 from kvfold.formats import FormatPair, KeyStatistics
+from kvfold.formats.base import Format
+from kvfold.formats.channelwise import Channelwise
 
 SIDES = ("keys", "values")
 """Names of the sides of rows in files; rows whose values are a view of keys have only the first."""
@@ -44,6 +47,7 @@ def rows_to_saved(rows: HeldRows) -> Contents:
     if rows.keys.count:
         for name, store in zip(sides, rows.stores, strict=True):
             saved.tensors |= {f"{name}.{part}": tensor for part, tensor in store.pages().tensors()}
+            saved.data[f"{name}_bits"] = list(store.form.bits)
     if fit.energy is not None:
         saved.tensors["query_energy"] = fit.energy
     if fit.queries is not None:
@@ -159,12 +163,25 @@ def _stores_from_saved(
     """Pages, (batch, kv_heads, count) of them."""
     stores = []
     for name, store, fmt in zip(SIDES, rows.stores, (folds.keys, folds.values), strict=False):
+        _check_bits(saved, name, fmt)
         one = fmt.fold_from(torch.zeros(1, shape[1], fmt.page_size, fmt.head_dim))
         tensors: dict[str, Any] = {
             part: saved.tensor(f"{name}.{part}", [t.dtype], (*shape, *t.shape[3:])) for part, t in one.tensors()
         }
         stores.append(store.holding(replace(one, **tensors, tokens=shape[2] * fmt.page_size), shape[2]))
     return tuple(stores)
+
+
+def _check_bits(saved: Contents, name: str, fmt: Format) -> None:
+    """Raise unless pages were folded with the bits that `fmt` has for each group of channels."""
+    bits = list(fmt.form.bits)
+    if f"{name}_bits" in saved.data:
+        if (held := saved.numbers(f"{name}_bits")) != bits:
+            raise ValueError(f"{saved.where}{name}_bits are {short(held)}, and this kvfold reads {short(bits)}")
+    elif isinstance(fmt, Channelwise) and not fmt.by_quarters:  # files without bits are older than finer parts
+        raise ValueError(
+            f"{saved.where}{name} were folded by an older kvfold, with other bits a channel: read the tokens again"
+        )
 
 
 def _check_positions(rows: FoldedRows, where: str) -> None:
