@@ -38,12 +38,14 @@ class PlanRow:
 def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize: float = 2.0) -> int:
     """Bytes of one sequence's cache of `tokens` tokens; all is counted except states whose size is fixed.
 
-    `format` is a format, keys:values, or one of `DENSE_DTYPES`. `itemsize` is how many bytes a value has in layers that
-    do not fold: those of the dtype that the model computes in. Raises ValueError if a layer's shape is not known.
+    `format` is a format, keys:values, or one of `DENSE_DTYPES`. `itemsize` is how many bytes a value has in the dtype
+    that the model computes in, and so in layers that do not fold; windows beside layers that fold are held in 16 bits.
+    Raises ValueError if a layer's shape is not known.
     """
     _check(layers)
-    total, tables = 0.0, {}
-    for layer, pair in zip(layers, _formats_of(layers, format), strict=True):
+    total, tables, pairs = 0.0, {}, _formats_of(layers, format)
+    windows = min(itemsize, 2.0) if any(pairs) else itemsize
+    for layer, pair in zip(layers, pairs, strict=True):
         if pair is not None:
             total += layer.kv_heads * _folded_bytes(pair, tokens) + 8  # and the row's index
             if pair.awaits_fit:
@@ -52,8 +54,9 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
                 for tensor in (form.lut, *form.transform.tensors()):
                     tables[id(tensor)] = tensor.nbytes
         else:
-            held = min(tokens, layer.window - 1) if layer.kind == "sliding" else tokens
-            total += held * layer.values_per_token * DENSE_DTYPES.get(format, itemsize)
+            sliding = layer.kind == "sliding"
+            held = min(tokens, layer.window - 1) if sliding else tokens
+            total += held * layer.values_per_token * DENSE_DTYPES.get(format, windows if sliding else itemsize)
     return ceil(total) + sum(tables.values())
 
 

@@ -137,7 +137,7 @@ def test_gguf_of_gemma(tmp_path: Path) -> None:
     assert (out["layers"]["full"], out["layers"]["sliding"], out["dtype"]) == (3, 15, "float32")
     held, held_narrow = out["rows"][0]["held_bytes"], narrow["rows"][0]["held_bytes"]
     assert held == pytest.approx(cache.held_bytes(), rel=0.01)
-    assert held - held_narrow == 15 * 511 * 2 * 256 * 2
+    assert held == held_narrow  # windows have 16 bits either way
 
 
 def test_known_bytes_a_token() -> None:

@@ -192,6 +192,59 @@ class TestLayers:
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         assert sliding.values == 2 * heads * dim * (model.config.sliding_window - 1)
 
+    @pytest.mark.contract
+    @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
+    @pytest.mark.parametrize(
+        ("dtype", "dense_dtype", "held"),
+        [
+            (torch.float32, None, torch.float16), (torch.float32, torch.float32, torch.float32),
+            (torch.bfloat16, None, torch.bfloat16), (torch.bfloat16, torch.float16, torch.float16),
+        ],
+    )  # fmt: skip
+    def test_windows_are_held_as_dense_tokens_are(
+        self, name: str, dtype: torch.dtype, dense_dtype: torch.dtype | None, held: torch.dtype, random_ids: Ids
+    ) -> None:
+        model = tiny_model(name).to(dtype)
+        kvfold.attach(model)
+        index = model.config.layer_types.index("sliding_attention")
+        ids, logits, windows = random_ids(2, 340), [], []
+        caches = [FoldedCache(model.config, "centred-4", dense_dtype=own) for own in (dense_dtype, torch.float32)]
+        for cache in (*caches, DynamicCache(config=model.config)):
+            for start in range(0, 340, 68):
+                last = _logits(model, ids[:, start : start + 68], cache)
+            windows.append(cache.layers[index].keys)
+            logits.append(last)
+        assert windows[0].dtype == held
+        assert windows[0].shape[2] == model.config.sliding_window - 1
+        assert windows[0].untyped_storage().nbytes() == windows[0].nbytes  # no prompt is kept alive behind it
+        rounded, folded = ((x - logits[1]).abs().mean() for x in (logits[0], logits[2]))
+        assert rounded < 0.5 * folded
+
+    def test_windows_do_not_fold(self) -> None:
+        """A policy that folds one is refused; one that keeps it dense says what is so anyway."""
+        config = tiny_model("gemma2").config
+        sliding = config.layer_types.index("sliding_attention")
+        for index in (sliding, sliding - config.num_hidden_layers):
+            with pytest.raises(ValueError, match=f"layer {sliding} the format 'kvfold-3', but it has a sliding window"):
+                FoldedCache(config, policy=Policy("kvfold-4", exceptions=[(index, "kvfold-3")]))
+        FoldedCache(config, policy=Policy("kvfold-4", exceptions=[(sliding, "dense")]))
+
+    def test_windows_too_large_for_16_bits(self, random_ids: Ids) -> None:
+        """No number becomes infinite: the pass is refused, and the cache holds what it held."""
+        model = tiny_model("gemma2").float()
+        kvfold.attach(model)
+        cache = FoldedCache(model.config, "centred-4")
+        _logits(model, random_ids(1, 50), cache)
+        index = model.config.layer_types.index("sliding_attention")
+        model.model.layers[index].self_attn.v_proj.weight.mul_(1e7)
+        with pytest.raises(
+            ValueError, match=rf"layer {index}: values of its sliding window are too large for torch.flo"
+        ):
+            _logits(model, random_ids(1, 5), cache)
+        assert cache.get_seq_length() == cache.layers[index].get_seq_length() == 50
+        cache = FoldedCache(model.config, "centred-4", dense_dtype=torch.float32)
+        _logits(model, random_ids(1, 50), cache)
+
     def test_a_pass_that_has_ended_keeps_nothing_alive(self, random_ids: Ids) -> None:
         """What would undo it is no longer there when bytes are counted, though nothing says that it has ended."""
         model = tiny_model("gemma3")
@@ -238,7 +291,7 @@ class TestLayers:
         assert [row.values for row in dense] == [2 * 2 * 64 * 47] * 2  # keys and values, heads, dim, the window
         folded = report.held_bytes - sum(row.held_bytes for row in dense)
         assert report.folded_bits_per_value == pytest.approx(8 * folded / (2 * 2 * 2 * 64 * 640))
-        assert 4 < report.folded_bits_per_value < 5.5 < report.bits_per_value
+        assert 4 < report.folded_bits_per_value < 5.4 < report.bits_per_value
         assert math.isnan(FoldedCache(model.config, "dense").report().folded_bits_per_value)
 
     @pytest.mark.contract
@@ -298,7 +351,7 @@ class TestErrors:
         """Layer 2 fails: all layers forget the pass, and the cache goes on as if it had not been."""
         model = tiny_model(name.split()[0])
         kvfold.attach(model)
-        policy = Policy(format, dense_first=int("dense" in name), exceptions=[(2, format)])
+        policy = Policy(format, dense_first=int("dense" in name), exceptions=[(2, format)] if "llama" in name else ())
         cache, twin = (FoldedCache(model.config, policy=policy) for _ in range(2))
         for c in (cache, twin):
             model(random_ids(2, 130), past_key_values=c)

@@ -93,8 +93,9 @@ def layer_configs(
 
     `policy`, `calibration`, `dense_dtype` and `sharpen` are as `kvfold.FoldedCache` takes them. `frequencies` is called
     for layers whose format undoes RoPE on keys. Raises ValueError if a format does not fit a layer, or the calibration
-    lacks a layer that needs it.
+    lacks a layer that needs it, or an exception folds a layer that cannot.
     """
+    _check_exceptions(policy, shapes)
     policy = budgeted(policy, calibration, len(shapes))
     full = [index for index, shape in enumerate(shapes) if shape.kind == "full"]
     budgets = prompt_budgets(policy, calibration, len(shapes), full)
@@ -112,6 +113,19 @@ def layer_configs(
         )  # fmt: skip
         configs[index] = _checked(config, shape, calibration, frequencies) if shape.is_known else config
     return configs
+
+
+def _check_exceptions(policy: Policy, shapes: Sequence[LayerShape]) -> None:
+    """Raise ValueError if an exception folds a layer that cannot fold."""
+    for index, shape in enumerate(shapes):
+        format = policy.format_of(index, len(shapes))
+        if format is not None and not shape.folds and policy.is_exception(index, len(shapes)):
+            holds = "a sliding window" if shape.kind == "sliding" else "no keys and values that fold"
+            able = ", ".join(str(i) for i, other in enumerate(shapes) if other.folds) or "none"
+            raise ValueError(
+                f"exceptions give layer {index} the format {format!r}, but it has {holds}, and stays dense: name "
+                f"layers that fold ({able})"
+            )
 
 
 def _checked(

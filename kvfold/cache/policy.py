@@ -11,7 +11,7 @@ from kvfold.formats.numbers import LARGEST, truth, whole, whole_field
 class Policy:
     """Formats of a model's full-attention layers.
 
-    Layers with a sliding window stay dense whatever the policy: their cache is small and their error is not.
+    Layers with a sliding window do not fold, whatever the policy: they hold the window's tokens dense.
 
     Attributes
     ----------
@@ -32,7 +32,8 @@ class Policy:
     Raises
     ------
     ValueError
-        On an unknown format, or a value of the wrong kind. A layer that the model lacks raises when a cache is made.
+        On an unknown format, or a value of the wrong kind. A layer that the model lacks, or that cannot fold and is to,
+        raises when a cache is made.
     """
 
     format: str

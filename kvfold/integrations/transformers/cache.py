@@ -33,6 +33,7 @@ from kvfold.integrations.transformers.rope import layer_frequencies
 from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_saved, cache_to_saved, held_by_layer
 from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
 from kvfold.integrations.transformers.states import WatchedStates
+from kvfold.integrations.transformers.window import only_the_window, rounded
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
@@ -56,7 +57,7 @@ class FoldedCache(WatchedStates):
     policy
         Formats layer by layer, in the place of `format`.
     dense_dtype
-        dtype of the tokens that stay dense. None: the model's if it has 16 bits, else float16.
+        dtype of the tokens that stay dense, in sliding windows, too. None: the model's if it has 16 bits, else float16.
     calibration
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
         fitted, such as "kvfold-4". None: statistics come from the first 256 tokens of each sequence, and nothing of it
@@ -143,6 +144,10 @@ class FoldedCache(WatchedStates):
     def _folded(self) -> list[LayerCache]:
         return [layer.folded for layer in self.layers if isinstance(layer, FoldedLayer)]
 
+    def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of dense tokens that come as `dtype`; the same if no layer folds, as all is transformers' then."""
+        return next((folded.config.stored_dtype(dtype) for folded in self._folded()), dtype)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -172,10 +177,11 @@ class FoldedCache(WatchedStates):
                 if not layer.folded.columns:
                     check_shape(key_states, self.shapes[layer_idx], layer_idx, self.text_config)
                 return layer.update(key_states, value_states, *args, **kwargs)
-            read = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                return _only_the_window(layer, read, key_states.shape[2])
-            return read
+            if not isinstance(layer, DynamicSlidingWindowLayer):
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            new = rounded(key_states, value_states, self._stored_dtype(key_states.dtype), layer_idx)
+            read = super().update(*new, layer_idx, *args, **kwargs)
+            return only_the_window(layer, read, key_states.shape[2], key_states.dtype)
 
     def append_and_attend(
         self, layer_idx: int, query: Tensor, key_states: Tensor, value_states: Tensor, *, mask: Tensor | None,
@@ -468,16 +474,3 @@ def _checked(policy: Eviction) -> Eviction:
     if not isinstance(policy, Eviction):
         raise TypeError(f"eviction = {policy!r}: give a policy such as kvfold.TriAttention(...)")
     return policy
-
-
-def _only_the_window(layer: DynamicSlidingWindowLayer, read: tuple[Tensor, Tensor], new: int) -> tuple[Tensor, Tensor]:
-    """What `new` tokens read of a sliding window. A window that is a view of a prompt is copied, to free the prompt."""
-    if layer.record_past:  # before 5.18 this is all that is kept for drafts
-        masked = layer.sliding_window - 1 + new
-        return read[0][:, :, -masked:], read[1][:, :, -masked:]
-    for name in ("keys", "values"):
-        held = getattr(layer, name)
-        spare = held.untyped_storage().nbytes() - held.nbytes
-        if spare > held.nbytes // held.shape[2]:  # one spare token is what a step leaves
-            setattr(layer, name, held.clone())
-    return read
