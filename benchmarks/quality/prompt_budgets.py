@@ -3,8 +3,9 @@
 Of a passage's first 256 tokens each layer's keys, and its values, are folded into 2 bits, and some of the queries
 attend with and without (`kvfold/cache/prompt_costs.py`): once with all folded tokens wrong, once with those only that
 a cache would not hold dense then. Printed: how the logarithms of these costs correlate with those of the losses that
-`kvfold calibrate` measures by KL, and the variance of ln(loss/cost), which `kvfold.cache.budgets.NOISE` stands for;
-each side's cost beside its loss; and the KL of whole passages at the same memory, with
+`kvfold calibrate` measures by KL, and the variance of ln(cost) that says nothing about losses, which
+`kvfold.cache.budgets.NOISE` stands for; each side's cost beside its loss; and the KL of whole passages at the same
+memory, with
 
     alike     as many bits for all layers
     turn      bits by the prompt, layer after layer, as FoldedCache gives them by itself
@@ -88,8 +89,9 @@ def believed(costs: Costs) -> Costs:
 
 
 def noise(costs: Costs, losses: Costs) -> float:
-    """Variance of ln(loss/cost) over all layers' keys and values."""
-    return statistics.variance(log(losses[side] / costs[side]) for side in losses)
+    """The variance of ln(cost) that says nothing about ln(loss), by its slope on ln(cost)."""
+    pairs = [[log(of[side]) for side in losses] for of in (costs, losses)]
+    return (1 - statistics.linear_regression(*pairs).slope) * statistics.variance(pairs[0])
 
 
 def correlation(costs: Costs, losses: Costs) -> float:

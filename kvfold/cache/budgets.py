@@ -29,11 +29,12 @@ MOST = 5
 """Most bits that a side is raised to. CPU kernels multiply codes of formats up to `kvfold-5` as integers; others take
 several times as long (docs/performance.md). A side whose format's name has this many bits, or more, keeps them."""
 
-NOISE = 0.6
-"""How far a prompt's costs tell losses: the variance of ln(loss/cost) over a model's sides. Measured on SmolLM2 (.35 to
-1.0, by the text) and Gemma 3 270M (.3 to 2.5); see benchmarks/quality/prompt_budgets.py."""
+NOISE = 0.3
+"""The variance of ln(cost) over a model's sides that says nothing about losses: (1 − the slope of ln(loss) on ln(cost))
+· the whole variance. SmolLM2 has .06 to .6, by the text, and Gemma 3 270M −.2 to 1.2; both have .4 on average
+(benchmarks/quality/prompt_budgets.py). Somewhat less serves SmolLM2 better, and leaves Gemma even."""
 
-ALIKE = 4
+ALIKE = 8
 """How many layers without real differences are taken for granted beside those seen. So a few layers whose costs differ
 by chance do not decide."""
 
