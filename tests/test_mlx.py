@@ -463,7 +463,8 @@ def test_tiny_models_say_what_they_say_in_torch(
     got = to_torch(network(mx.array(ids.numpy()), cache=cache))
     bare = to_torch(network(mx.array(ids.numpy()), cache=theirs.make_prompt_cache(network)))
     # The cache matters, and is the same. In float32 some key lies on the boundary of two codes and falls to either.
-    assert (bare - expected).abs().mean() > 10 * (got - expected).abs().mean()
+    # Windows have 16 bits in torch alone.
+    assert (bare - expected).abs().mean() > (5 if name == "gemma3" else 10) * (got - expected).abs().mean()
     formats, own = ([row.format for row in report.layers] for report in (ours.report(), cache_report(cache)))
     assert own == formats
     own_bits = format != "turboquant-4" and name != "gemma3"  # two layers are too few

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvfold.quant.finite import finite
-
 
 def rounded(key: Tensor, value: Tensor, dtype: torch.dtype, index: int) -> tuple[Tensor, Tensor]:
     """The newest keys and values of layer `index`, as its window holds them.
@@ -15,7 +13,7 @@ def rounded(key: Tensor, value: Tensor, dtype: torch.dtype, index: int) -> tuple
     """
     stored = key.to(dtype), value.to(dtype)
     for name, given, held in zip(("keys", "values"), (key, value), stored, strict=True):
-        if held.dtype != given.dtype and not finite(held) and finite(given):
+        if held.dtype != given.dtype and not held.isfinite().all() and given.isfinite().all():
             raise ValueError(
                 f"layer {index}: {name} of its sliding window are too large for {dtype}; pass dense_dtype=torch.float32"
             )
