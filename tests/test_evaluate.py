@@ -85,14 +85,16 @@ def test_passages_of_a_tokenizer(small: tuple[PreTrainedModel, PreTrainedTokeniz
 
 def test_rows(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text: str) -> None:
     """Figures agree with each other, and layer errors are those of the codec."""
-    model, tokenizer = small
+    model, tokenizer = deepcopy(small[0]), small[1]
+    for layer in model.model.layers[1::2]:  # attention is flat there, and keys get fewer bits
+        layer.self_attn.q_proj.weight.mul_(0.05)
     passages = split_passages(tokenizer(fixed_text, return_tensors="pt").input_ids, 300, 1, offsets=[500])
     seen = []
     rows = evaluate_formats(
         model, passages, ["turboquant-4", "centred-4:turboquant-2", "kvfold-4:turboquant-2"], progress=seen.append
     )
     assert sum(seen) == 4 * 300
-    paper, mixed, ours = rows
+    paper, mixed, uneven = rows
     assert paper.n_tokens == 299
     assert paper.delta_ppl == pytest.approx(paper.ppl - paper.ppl_dense)
     assert paper.delta_ppl_pct == pytest.approx(100 * paper.delta_ppl / paper.ppl_dense)
@@ -103,7 +105,7 @@ def test_rows(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], fixed_text
         assert error == pytest.approx(0.00913, rel=0.2)
     assert max(mixed.key_error) < 0.0095  # around a centre
     assert min(mixed.value_error) > 0.09  # two bits
-    assert max(ours.key_error) < 0.0065  # more bits for channels that matter
+    assert sum(uneven.key_error) / LAYERS < 0.0095 < max(uneven.key_error) < 4 * 0.0095  # layers of 3 to 5 bits
     row = paper.to_json(model="smollm2", text_sha=text_sha256("x"))
     expected = (
         "model text_sha n_tokens format ppl_dense ppl delta_ppl delta_ppl_pct kl_mean kl_p99 top1 bits_per_value "

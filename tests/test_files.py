@@ -162,7 +162,7 @@ def test_a_home_that_cannot_be_written_is_known_before_the_work(
     from kvfold.integrations import models
 
     (tmp_path / "file").touch()
-    monkeypatch.setattr(models, "convert_gguf", lambda *_: pytest.fail("the work had begun"))
+    monkeypatch.setattr(models, "_convert", lambda *_: pytest.fail("the work had begun"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(OSError, match=r"'.*/file/kvfold/.*', which cannot be written .* let XDG_CACHE_HOME name"):
         models.demo_folder()

@@ -456,15 +456,15 @@ def test_tiny_models_say_what_they_say_in_torch(
     kvfold.detach(model)
     kvfold.attach(model, "reference")
     ids = random_ids(1, 400)
-    ours, cache = kvfold.FoldedCache(model.config, format), make_prompt_cache(network, format)
+    exact = {"dense_dtype": torch.float32}  # as mlx-lm holds windows
+    ours, cache = kvfold.FoldedCache(model.config, format, **exact), make_prompt_cache(network, format, **exact)
     folded = [isinstance(layer, kvfold.integrations.mlx.FoldedKVCache) for layer in cache]
     assert folded == [name != "gemma3" or bool(i % 2) for i in range(4)]
     expected = model(ids, past_key_values=ours).logits
     got = to_torch(network(mx.array(ids.numpy()), cache=cache))
     bare = to_torch(network(mx.array(ids.numpy()), cache=theirs.make_prompt_cache(network)))
     # The cache matters, and is the same. In float32 some key lies on the boundary of two codes and falls to either.
-    # Windows have 16 bits in torch alone.
-    assert (bare - expected).abs().mean() > (5 if name == "gemma3" else 10) * (got - expected).abs().mean()
+    assert (bare - expected).abs().mean() > 10 * (got - expected).abs().mean()
     formats, own = ([row.format for row in report.layers] for report in (ours.report(), cache_report(cache)))
     assert own == formats
     own_bits = format != "turboquant-4" and name != "gemma3"  # two layers are too few
@@ -777,7 +777,7 @@ def test_without_mlx_one_line_says_so() -> None:
     [
         ("kvfold-4", 64), ("kvfold-2", 128), ("turboquant-4", 64), ("turboquant-3+sign", 64), ("hadamard-3", 80),
         ("affine-4g32", 64), ("turboquant-2.5", 128), ("kvfold-3@32", 64), ("centred-5", 64), ("hadamard-1", 64),
-        ("turboquant-7", 64),
+        ("turboquant-7", 64), ("kvarn-4", 64), ("kvarn-3@128", 128),
     ],
 )  # fmt: skip
 def test_the_metal_kernel_reads_what_plain_operations_read(format: str, dim: int, tmp_path: Path) -> None:

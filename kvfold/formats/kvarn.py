@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import UNDO, Format, Window
+from kvfold.formats.base import PAGE_WINDOW, Format, Window
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.quant.balance import balance
 from kvfold.quant.transforms import orthogonal
@@ -31,7 +31,7 @@ class KVarN(Format):
 
     @property
     def window(self) -> Window:
-        return Window(sinks=16, recent=24, undo=UNDO)
+        return PAGE_WINDOW
 
     @property
     def folds_by_token(self) -> bool:

@@ -8,8 +8,8 @@ for token t and each scale group g of channels, which share a and s. With `PageF
 
     x̂[t] = R⁻¹ · ( s[t] · z  +  a[t] · S  +  s[t] · S ⊙ lut[ code[t] ] )
 
-`Pages` holds what differs from page to page: the
-centre z, offsets a, scales s, channel scales S and codes. R and the levels lut belong to the format (`PageForm`).
+`Pages` holds what differs from page to page: the centre z, offsets a, scales s, channel scales S and codes. R and the
+levels lut belong to the format (`PageForm`).
 
 In shapes, N counts pages, T tokens, D channels of a vector, code_dim those of a code, and G scale groups.
 """

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -200,25 +201,8 @@ def demo_folder() -> Path:
     """The demo model as an ordinary model folder, made on first use; FileNotFoundError as `demo_model`."""
     gguf, folder = _demo_file(), _kept_folder()
     if not (folder / "config.json").is_file():
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            scratch = tempfile.TemporaryDirectory(dir=folder.parent)
-        except OSError as error:
-            raise OSError(
-                f"the demo model is converted once, into {str(folder)!r}, which cannot be written ({error.strerror}): "
-                "let XDG_CACHE_HOME name another folder"
-            ) from None
         logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
-        with scratch:
-            convert_gguf(gguf, Path(scratch.name))
-            try:
-                os.rename(scratch.name, folder)
-            except OSError:  # another process was first
-                if not (folder / "config.json").is_file():
-                    shutil.rmtree(folder, ignore_errors=True)
-                    raise
-            else:
-                os.mkdir(scratch.name)  # for the context manager to remove
+        convert_gguf(gguf, folder)
     return folder
 
 
@@ -232,8 +216,33 @@ def _kept_folder() -> Path:
         raise FileNotFoundError("there is no home folder to keep the model in: let XDG_CACHE_HOME name one") from None
 
 
-def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's weights, in float32, and its tokenizer as an ordinary model into `folder`, which exists."""
+def convert_gguf(gguf: Path, folder: Path, check: Callable[[Path], None] = lambda made: None) -> None:
+    """Write a GGUF file's weights, in float32, and its tokenizer as an ordinary model folder, whole or not at all.
+
+    `check` may raise on the folder that was made, before it is at its place. Raises OSError if the folder cannot be
+    written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise OSError(
+            f"the model is converted once, into {str(folder)!r}, which cannot be written ({error.strerror}): "
+            "let XDG_CACHE_HOME name another folder"
+        ) from None
+    with scratch:
+        made = Path(scratch.name, "model")
+        _convert(gguf, made)
+        check(made)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was first
+            if not (folder / "config.json").is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+
+
+def _convert(gguf: Path, folder: Path) -> None:
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(source.config).from_dict(source.config.to_dict())
     if hasattr(config, "quantization_config"):

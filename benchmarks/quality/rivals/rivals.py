@@ -48,6 +48,9 @@ from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
 
+sys.path.append(str(Path(__file__).parents[2]))  # packages.py
+from packages import kept
+
 Row = dict[str, Any]
 
 
@@ -145,8 +148,7 @@ def environment(name: str, each: Package) -> Path:
 
     It sees what the running Python's environment has (torch, transformers, kvfold), and its own package before that.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold" / "rivals"
-    folder = cache / f"{each.requirement.replace('==', '-')}-py{sys.version_info[0]}{sys.version_info[1]}"
+    folder = kept() / "rivals" / f"{each.requirement.replace('==', '-')}-py{sys.version_info[0]}{sys.version_info[1]}"
     python = folder / "bin" / "python"
     # One environment for each host, since it leans on the host's packages.
     host = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]

@@ -33,9 +33,9 @@ def make_prompt_cache(
 ) -> list[Any]:
     """A prompt cache for a model of mlx-lm, to be passed to its `generate` as `prompt_cache`.
 
-    Full-attention layers fold; layers with a sliding window or a state are mlx-lm's own, dense. Attention of all of
-    mlx-lm's models reads folded caches from then on (`kvfold.integrations.mlx.attach`). Whether this model's does is
-    checked by a pass that MLX plans but never computes.
+    Full-attention layers fold; layers with a sliding window or a state are mlx-lm's own, dense, in the model's dtype.
+    Attention of all of mlx-lm's models reads folded caches from then on (`kvfold.integrations.mlx.attach`). Whether
+    this model's does is checked by a pass that MLX plans but never computes.
 
     Parameters
     ----------

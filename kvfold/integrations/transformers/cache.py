@@ -146,7 +146,8 @@ class FoldedCache(WatchedStates):
 
     def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of dense tokens that come as `dtype`; the same if no layer folds, as all is transformers' then."""
-        return next((folded.config.stored_dtype(dtype) for folded in self._folded()), dtype)
+        folded = (layer.folded for layer in self.layers if isinstance(layer, FoldedLayer))
+        return next((layer.config.stored_dtype(dtype) for layer in folded), dtype)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
