@@ -124,7 +124,7 @@ def test_demo_in_small() -> None:
         (("generate",), "nothing to answer: give --prompt, --file, or both"),
         (("generate", "--file", "/nowhere.txt"), "file = '/nowhere.txt': there is no such file"),
         (("generate", "--prompt", "x", "--dtype", "int8"), "dtype = 'int8': choose one of float32"),
-        (("generate", "--prompt", "x", "--model", "/nowhere"), "model = '/nowhere': there is no such folder"),
+        (("generate", "--prompt", "x", "--model", "/nowhere"), "model = '/nowhere': there is no such file or folder"),
         (("generate", "--prompt", "x", "--model", "."), "neither a config.json nor exactly one .gguf"),
         (("formats", "--head-dim", "63"), "head_dim = 63"),
         (("generate", "--prompt", "x", "--format", "[/b]"), "format = '[/b]' is not known"),

@@ -18,6 +18,7 @@ import transformers
 from commands import run_kvfold
 from conftest import DATA
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gemma
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.cache.calibration import Calibration
@@ -88,6 +89,48 @@ def test_layers_are_compared_wherever_a_model_has_them(place: Path, name: str) -
     run = run_kvfold(*map(str, _with("compare", place, name)), "--json")
     assert run.returncode == 0, run.stderr
     assert len(json.loads(run.stdout)["layers"]) == 2
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma in one file, beside a file that is no model."""
+    folder = tmp_path_factory.mktemp("gguf")
+    (folder / "model.bin").write_bytes(b"weights")
+    return write_gemma(folder / "tiny.gguf")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "plan"])
+def test_a_gguf_file_is_a_model(command: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command takes the file that it is given, by any path, and not one of the same name where it runs."""
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    prose = tmp_path / "prose.txt"
+    prose.write_text(PROSE[:2_000])
+    text = ("--text", str(prose)) if command in TEXT else ()
+    more = {"sweep": ("--key-bits", "4", "--value-bits", "4", "--lossless-kl", "1"), "demo": ("--formats", "kvfold-4")}
+    rest = (*text, *COMMANDS.get(command, ()), *more.get(command, ()))
+    run = run_kvfold(command, "--model", str(gguf_file), *rest)
+    assert run.returncode == 0, run.stderr
+    monkeypatch.chdir(gguf_file.parent)
+    says = "there is no such file or folder"
+    assert says in _fails(command, "--model", "nothing.gguf", *rest)
+    assert says in _fails(command, "--model", "./nothing", *rest)
+    says = "is a file, and its name does not end in .gguf; give smollm2, a folder with a config.json"
+    assert f"model = 'model.bin' {says}" in _fails(command, "--model", "model.bin", *rest)
+
+
+def test_mlx_says_that_it_takes_no_gguf(gguf_file: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    for model in (gguf_file, gguf_file.parent):
+        says = _fails("generate", "--runtime", "mlx", "--prompt", "Why?", "--model", model)
+        assert "MLX reads safetensors, not GGUF: give such a folder, or take the torch runtime" in says
+
+
+def test_a_gguf_file_is_not_replaced(gguf_file: Path, tmp_path: Path) -> None:
+    before = gguf_file.read_bytes()
+    (tmp_path / "text").write_text(PROSE[:2_000])
+    to = ("calibrate", "--model", gguf_file, "--text", tmp_path / "text", "--passage", 100, "--passages", 1)
+    assert "would replace" in _fails(*to, "--no-budgets", "--out", gguf_file)
+    assert gguf_file.read_bytes() == before
 
 
 def test_a_prompt_beyond_the_positions_that_a_model_has(place: Path) -> None:

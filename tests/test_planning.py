@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from small_model import LAYERS
+from tiny_gguf import CONTEXT, FULL, write_gemma
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -25,7 +27,8 @@ from typer.testing import CliRunner, Result
 from kvfold import FoldedCache, attach
 from kvfold.cache.shape import LayerShape
 from kvfold.cli.app import app
-from kvfold.integrations.models import load_config
+from kvfold.integrations.models import load_config, load_model
+from kvfold.integrations.transformers.prompt import read_prompt
 from kvfold.integrations.transformers.shapes import layer_shapes, resolve_head_dim
 from kvfold.planning import bytes_per_token, held_bytes, plan
 
@@ -140,6 +143,31 @@ def test_gguf_of_gemma(tmp_path: Path) -> None:
     assert held == held_narrow  # windows have 16 bits either way
 
 
+@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
+def test_agrees_with_the_cache_of_a_model_from_gguf(tmp_path: Path, format: str) -> None:
+    """A file among others, with weights: what is planned is what the model that is loaded from it holds."""
+    folder = tmp_path / "several"
+    folder.mkdir()
+    file = write_gemma(folder / "tiny.gguf")
+    shutil.copy(file, folder / "other.gguf")
+    model, tokenizer = load_model(file)
+    config = load_config(file)
+    assert layer_shapes(config) == layer_shapes(model.config)
+    assert [i for i, layer in enumerate(layer_shapes(config)) if layer.kind == "full"] == list(FULL)
+    assert config.dtype == model.dtype == torch.float32
+    attach(model)
+    ids = tokenizer("It rained all day. " * 30, return_tensors="pt").input_ids[:, :CONTEXT]
+    for tokens in (20, 200, 500):
+        cache = FoldedCache(model.config, format)
+        read_prompt(model, ids[:, : tokens + 1], cache)
+        run = _plan("--model", str(file), "--context", str(tokens), "--formats", format, "--json")
+        assert json.loads(run.stdout)["rows"][0]["held_bytes"] == pytest.approx(cache.held_bytes(), rel=0.01)
+    with pytest.raises(
+        FileNotFoundError, match=r"nor exactly one .gguf file; name one of its 2, such as '.*other.gguf'"
+    ):
+        load_config(folder)
+
+
 def test_known_bytes_a_token() -> None:
     assert bytes_per_token(_layers(LLAMA_70B), "float16") == 327_680
     # The published table says 87,040 and 66,560 for 68 and 52 bytes a vector; with a float16 norm it is 66 and 50.
@@ -210,7 +238,10 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ({"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096}, "32 with windows of 4096"),
+        (
+            {"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096},
+            "32 with windows of 4096",
+        ),
         ({"model_type": "mamba", "num_hidden_layers": 24}, "24 with nothing that grows"),
         ({"model_type": "rwkv", "num_hidden_layers": 24}, "layer 0: the config does not tell KV heads"),
         ({"model_type": "deepseek_v4"}, "layer 0 is a DeepseekV4HCACache: what it holds"),
@@ -240,7 +271,8 @@ def test_errors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for arguments, message in (
         (("--model", str(tmp_path)), "config.json has model_type = None"),
-        (("--model", "/nowhere"), "there is no such folder"),
+        (("--model", "/nowhere"), "there is no such file or folder"),
+        (("--model", "some/model"), "nothing is downloaded for a plan"),
         (("--layers", "2"), "--kv-heads is missing"),
         (("--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--memory", "much"), "memory = 'much'"),
     ):

@@ -1,6 +1,7 @@
 """Arguments of `kvfold serve`, which are those of `vllm serve`."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_dense_leaves_vllm_as_it_is() -> None:
 def test_what_would_be_lost_is_refused(given: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serve_arguments("folder", Options(), given)
+
+
+def test_models_that_vllm_does_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    with pytest.raises(FileNotFoundError, match=r"model.gguf': there is no such file or folder"):
+        serve_arguments(str(file), Options(), [])
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="is a file, and vLLM reads folders with safetensors, not GGUF"):
+        serve_arguments(str(file), Options(), [])
+    assert serve_arguments("some/model", None, [])[1] == "some/model"
 
 
 def test_options_are_checked() -> None:

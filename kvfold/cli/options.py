@@ -24,7 +24,8 @@ from kvfold.integrations.text import read_text, standard_text
 from kvfold.integrations.transformers.runtime import TransformersRuntime
 
 Model = Annotated[
-    str, typer.Option(help="smollm2 (packaged), a folder with weights or one GGUF file, or a name on a hub.")
+    str,
+    typer.Option(help="smollm2 (packaged), a folder with weights or one GGUF file, a GGUF file, or a name on a hub."),
 ]
 Format = Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")]
 Formats = Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")]

@@ -27,7 +27,8 @@ UNITS = {
 
 def plan_command(
     model: Annotated[
-        str | None, typer.Option(help="smollm2, or a folder with a config.json or one GGUF file; or give numbers.")
+        str | None,
+        typer.Option(help="smollm2, a folder with a config.json or one GGUF file, or a GGUF file; or give numbers."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers, if no model is named.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,

@@ -50,6 +50,16 @@ FILES = (
 )  # fmt: skip
 """Names that transformers looks for in a model's folder."""
 
+GGUF = ".gguf"
+"""How the names of GGUF files end, by which transformers knows them."""
+UNPACKED = torch.float32
+"""The dtype in which GGUF files are loaded by default, whatever a release of transformers makes of them."""
+WHAT_TO_GIVE = (
+    f"give {DEMO_NAME}, a folder with a config.json and weights or with one GGUF file, a GGUF file (*{GGUF}), or a "
+    "name on a model hub"
+)
+"""What names a model, for messages."""
+
 
 def load_model(
     name: str | os.PathLike[str], dtype: torch.dtype | None = None
@@ -59,35 +69,32 @@ def load_model(
     Parameters
     ----------
     name
-        "smollm2" for the packaged demo model; a folder with a config and weights, or with one GGUF file;
+        "smollm2" for the packaged demo model; a folder with a config and weights, or with one GGUF file; a GGUF file;
         or a name on a model hub.
     dtype
-        dtype of the weights. None: that of the checkpoint.
+        dtype of the weights. None: that of the checkpoint; of GGUF files, float32.
 
     Raises
     ------
     FileNotFoundError
-        If a folder holds no model, or the demo model's package is missing.
+        If there is no such file or folder, it holds no model, or the demo model's package is missing.
     ValueError
         If its files are damaged, or of another kind of model.
     """
     if name == DEMO_NAME:
         return demo_model(dtype)
-    options = {"dtype": dtype if dtype is not None else "auto"}
     source = check_text(str(name), f"model = {str(name)!r}")
-    folder = Path(name)
-    if not source or folder.is_file():
-        raise ValueError(f"model = {source!r}: give smollm2, a folder, or a name on a model hub")
-    if (folder / "config.json").is_file():
-        read_config(folder)  # sizes that nobody can build are refused
-    elif folder.is_dir():
-        options["gguf_file"] = _only_gguf(folder).name
-    elif folder.is_absolute() or source.startswith("."):
-        raise FileNotFoundError(f"model = {source!r}: there is no such folder")
-    gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    if not source:
+        raise ValueError(f"model = {source!r}: {WHAT_TO_GIVE}")
+    path = local_path(source)
+    gguf = None if path is None else gguf_of(path)
+    where, options = (source, {}) if gguf is None else _gguf_options(gguf)
+    if path is not None and gguf is None:
+        read_config(path)  # sizes that nobody can build are refused
+    weights = dtype or ("auto" if gguf is None else UNPACKED)
     try:
-        model, about = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+        model, about = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, dtype=weights, **options)
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except MemoryError:
         raise
     except Exception as error:  # whatever a library makes of files that are damaged, missing or of another kind
@@ -100,26 +107,61 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def local_path(name: str | os.PathLike[str]) -> Path | None:
+    """The file or folder that a name leads to; None if it is a name on a hub.
+
+    Raises FileNotFoundError if it can only be a path, and nothing is there.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if path.is_absolute() or str(name).startswith(".") or path.suffix == GGUF:
+        raise FileNotFoundError(f"model = {str(name)!r}: there is no such file or folder")
+    return None
+
+
+def gguf_of(path: Path) -> Path | None:
+    """The GGUF file that a model is read from: `path` itself, or a folder's only one; None of a folder with a config.
+
+    Raises ValueError if `path` is another kind of file, and FileNotFoundError if it is a folder without a model.
+    """
+    if path.is_dir():
+        return None if (path / "config.json").is_file() else _only_gguf(path)
+    if path.suffix != GGUF:
+        raise ValueError(f"model = {str(path)!r} is a file, and its name does not end in {GGUF}; {WHAT_TO_GIVE}")
+    return path
+
+
+def _gguf_options(gguf: Path) -> tuple[str, dict[str, str]]:
+    """What transformers finds a GGUF file by: the whole path, as it looks for a name in the current folder first."""
+    return str(gguf.parent), {"gguf_file": str(gguf.absolute())}
+
+
 def sources_of(name: str | os.PathLike[str]) -> list[Path]:
     """Files and folders that `load_model` reads for a name, or would read: no output may replace them."""
     if name == DEMO_NAME:
         return [_demo_file().parent, _kept_folder()]
     hub = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}"
-    folders = [Path(name), hub / "blobs", *hub.glob("snapshots/*")]
-    return [*folders, *(Path(name) / file for file in FILES)]
+    path = Path(name)
+    folder = path.parent if path.suffix == GGUF else path
+    return [path, hub / "blobs", *hub.glob("snapshots/*"), *(folder / file for file in FILES)]
 
 
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     """A model's config without the model; defaults replace what its file leaves out.
 
-    `name` is "smollm2", or a folder with a config.json or one GGUF file. Raises FileNotFoundError if there is no such
-    folder, or neither file in it, and ValueError if transformers makes no config of the file, it is damaged, or a size
-    is no whole number.
+    `name` is as `load_model` takes it, but for names on a hub. Raises FileNotFoundError if there is no such
+    file or folder, or no model in it, and ValueError if transformers makes no config of the file, it is damaged, or a
+    size is no whole number.
     """
-    folder = _demo_file().parent if name == DEMO_NAME else Path(name)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"model = {str(name)!r}: there is no such folder")
-    if (folder / "config.json").is_file():
+    folder = _demo_file() if name == DEMO_NAME else local_path(name)
+    if folder is None:
+        raise FileNotFoundError(
+            f"model = {str(name)!r}: there is no such file or folder, and nothing is downloaded for a plan; give "
+            "--layers, --kv-heads and --head-dim, or download the model first"
+        )
+    gguf = gguf_of(folder)
+    if gguf is None:
         plain = read_config(folder)
         kind = plain.get("model_type")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -129,15 +171,15 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
             )
         path, make = folder / "config.json", partial(CONFIG_MAPPING[kind].from_dict, plain)
     else:
-        path = _only_gguf(folder)
-        make = partial(AutoConfig.from_pretrained, folder, gguf_file=path.name)
+        where, options = _gguf_options(gguf)
+        path, make = gguf, partial(AutoConfig.from_pretrained, where, **options)
     try:
         config: PreTrainedConfig = make()
     except Exception as error:  # transformers and gguf check files in many ways
-        kind = "no GGUF file" if path.suffix == ".gguf" else "no model's config"
+        kind = "no model's config" if gguf is None else "no GGUF file"
         raise ValueError(f"{path} is damaged, {kind}, or of a model that transformers does not read: {error}") from None
-    if config.dtype is None and path.suffix == ".gguf":
-        config.dtype = torch.float32  # into which its weights are unpacked
+    if config.dtype is None and gguf is not None:
+        config.dtype = UNPACKED
     return config
 
 
@@ -158,10 +200,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _only_gguf(folder: Path) -> Path:
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(folder.glob(f"*{GGUF}"))
     if len(files) != 1:
+        remedy = f"; name one of its {len(files)}, such as {str(files[0])!r}" if files else ""
         raise FileNotFoundError(
-            f"model = {str(folder)!r}: the folder has neither a config.json nor exactly one .gguf file"
+            f"model = {str(folder)!r}: the folder has neither a config.json nor exactly one {GGUF} file{remedy}"
         )
     return files[0]
 
@@ -243,11 +286,12 @@ def convert_gguf(gguf: Path, folder: Path, check: Callable[[Path], None] = lambd
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    where, options = _gguf_options(gguf)
+    source = AutoModelForCausalLM.from_pretrained(where, dtype=UNPACKED, **options)
     config = type(source.config).from_dict(source.config.to_dict())
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     plain = type(source)(config)
     plain.load_state_dict(source.state_dict())
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(where, **options).save_pretrained(folder)

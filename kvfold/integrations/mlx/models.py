@@ -10,7 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import hf_repo_to_path
 
 from kvfold.cache.mlx import ARRAY_DTYPES
-from kvfold.integrations.models import DEMO_NAME, demo_folder, read_config
+from kvfold.integrations.models import DEMO_NAME, demo_folder, local_path, read_config
 
 
 def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -56,15 +56,14 @@ def _check_windows(model: Any, config: dict[str, Any]) -> None:
 def model_folder(name: str | os.PathLike[str]) -> Path:
     """The folder of a model, downloaded if it is a name on a hub; raises FileNotFoundError as `load_mlx_model`."""
     source = str(demo_folder() if name == DEMO_NAME else name)
-    folder = Path(source)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    folder = local_path(source)
+    if folder is None:
+        return Path(hf_repo_to_path(source))
+    if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"model = {source!r}: the folder has no config.json, and MLX reads safetensors, not GGUF"
+            f"model = {source!r} is no folder with a config.json, and MLX reads safetensors, not GGUF: give such a "
+            "folder, or take the torch runtime"
         )
-    if not folder.is_dir():
-        if folder.is_absolute() or source.startswith("."):
-            raise FileNotFoundError(f"model = {source!r}: there is no such folder")
-        folder = Path(hf_repo_to_path(source))
     return folder
 
 

