@@ -91,8 +91,9 @@ def plan(
         kinds = Counter(f"windows of {layer.window}" if layer.window else "nothing that grows" for layer in layers)
         counted = ", ".join(f"{count} with {kind}" for kind, count in kinds.items())
         raise ValueError(
-            f"no layer of this model holds every token ({counted}): its cache stops growing whatever the format, and "
-            "there is nothing to plan"
+            f"layers = {counted}: none holds every token, so the cache stops growing whatever the format, and there is "
+            "nothing to plan. If the model has layers that attend to everything, the file does not tell which: give a "
+            "folder with its config.json, or --layers, --kv-heads and --head-dim for these layers"
         )
     rows = []
     for format in formats:

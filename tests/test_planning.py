@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tiny_gguf import CONTEXT, FULL, write_gemma
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -143,6 +144,24 @@ def test_gguf_of_gemma(tmp_path: Path) -> None:
     assert held == held_narrow  # windows have 16 bits either way
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("architecture", "full"),
+    [("gemma2", range(1, 18, 2)), ("gemma3", (5, 11, 17)), ("gpt-oss", range(1, 18, 2)), ("llama", range(18)),
+     ("qwen3", range(18)), ("phi3", range(18)), ("mistral", ())],
+)  # fmt: skip
+def test_layers_of_gguf_files(tmp_path: Path, architecture: str, full: Sequence[int]) -> None:
+    """Layers have windows where those of the model that transformers loads do; where all have, nothing is planned."""
+    folder = _gguf(tmp_path / architecture, architecture)
+    layers = layer_shapes(load_config(folder))
+    assert [i for i, layer in enumerate(layers) if layer.kind == "full"] == list(full)
+    run = _plan("--model", str(folder), "--json")
+    if full:
+        assert json.loads(run.stdout)["layers"]["full"] == len(full)
+    else:
+        assert "layers = 18 with windows of 4096: none holds every token" in str(run.exception)
+
+
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3"])
 def test_agrees_with_the_cache_of_a_model_from_gguf(tmp_path: Path, format: str) -> None:
     """A file among others, with weights: what is planned is what the model that is loaded from it holds."""
@@ -166,6 +185,33 @@ def test_agrees_with_the_cache_of_a_model_from_gguf(tmp_path: Path, format: str)
         FileNotFoundError, match=r"nor exactly one .gguf file; name one of its 2, such as '.*other.gguf'"
     ):
         load_config(folder)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("weights", ["one file", "shards", "bin", "none"])
+def test_the_dtype_that_a_model_loads_in(tmp_path: Path, weights: str) -> None:
+    """That of the weights, if the config names none."""
+    model = tiny_model("gemma3").to(torch.float16)
+    model.save_pretrained(tmp_path, max_shard_size="100KB" if weights == "shards" else "1GB")
+    if weights in ("bin", "none"):
+        (tmp_path / "model.safetensors").unlink()
+    if weights == "bin":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loads_in = load_config(tmp_path).dtype
+    out = json.loads(_plan("--model", str(tmp_path), "--json").stdout)
+    if weights == "none":
+        assert (loads_in, out["dtype"]) == (None, "bfloat16")
+        return
+    assert loads_in == AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float16
+    assert out["dtype"] == "float16"
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    if weights != "bin":
+        with pytest.raises(ValueError, match=r"model.*safetensors is damaged, or no weights of a model"):
+            load_config(tmp_path)
 
 
 def test_known_bytes_a_token() -> None:
@@ -240,9 +286,11 @@ def test_command(tmp_path: Path) -> None:
     [
         (
             {"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096},
-            "32 with windows of 4096",
+            "layers = 32 with windows of 4096: none holds every token, so the cache stops growing whatever the format, "
+            "and there is nothing to plan. If the model has layers that attend to everything, the file does not tell "
+            "which: give a folder with its config.json, or --layers",
         ),
-        ({"model_type": "mamba", "num_hidden_layers": 24}, "24 with nothing that grows"),
+        ({"model_type": "mamba", "num_hidden_layers": 24}, "layers = 24 with nothing that grows: none holds"),
         ({"model_type": "rwkv", "num_hidden_layers": 24}, "layer 0: the config does not tell KV heads"),
         ({"model_type": "deepseek_v4"}, "layer 0 is a DeepseekV4HCACache: what it holds"),
         ({"model_type": "t5"}, "config is of an encoder-decoder model"),

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.text import check_text
@@ -150,7 +151,8 @@ def sources_of(name: str | os.PathLike[str]) -> list[Path]:
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     """A model's config without the model; defaults replace what its file leaves out.
 
-    `name` is as `load_model` takes it, but for names on a hub. Raises FileNotFoundError if there is no such
+    `name` is as `load_model` takes it, but for names on a hub. The config's dtype is that in which `load_model` loads
+    the weights; None if the folder has none and its config names none. Raises FileNotFoundError if there is no such
     file or folder, or no model in it, and ValueError if transformers makes no config of the file, it is damaged, or a
     size is no whole number.
     """
@@ -178,9 +180,28 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     except Exception as error:  # transformers and gguf check files in many ways
         kind = "no model's config" if gguf is None else "no GGUF file"
         raise ValueError(f"{path} is damaged, {kind}, or of a model that transformers does not read: {error}") from None
-    if config.dtype is None and gguf is not None:
-        config.dtype = UNPACKED
+    if config.dtype is None:
+        config.dtype = _dtype_of_weights(folder) if gguf is None else UNPACKED
     return config
+
+
+def _dtype_of_weights(folder: Path) -> torch.dtype | None:
+    """The dtype that transformers takes where a config names none: that of the first file's first fractions.
+
+    None if the folder has no weights. Raises ValueError if that file is damaged.
+    """
+    for single, several in (
+        ("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ):  # fmt: skip
+        try:
+            path = folder / single
+            if (folder / several).is_file() and not path.is_file():
+                path = folder / min(json.loads((folder / several).read_text(encoding="utf-8"))["weight_map"].values())
+            if path.is_file():
+                return get_state_dict_dtype(load_state_dict(path, map_location="meta"))
+        except Exception as error:  # transformers, safetensors and pickle check files in many ways
+            raise ValueError(f"{path} is damaged, or no weights of a model: {error}") from None
+    return None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
