@@ -10,6 +10,7 @@ from kvfold.cache.policy import Policy
 from kvfold.cache.prompt_costs import count_sampled
 from kvfold.cache.schedule import Schedule
 from kvfold.cache.shape import KINDS, LayerShape
+from kvfold.cache.store import expected_room
 from kvfold.cache.tail import tail_capacity
 from kvfold.formats import FormatPair
 
@@ -121,7 +122,7 @@ def _folded_bytes(pair: FormatPair, tokens: int) -> float:
     if not schedule.by_token:
         dense += tail_capacity(max(tokens - schedule.tail_start(tokens, 0, pages), 0))
     page = schedule.page_size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
-    return pages * page + dense * pair.dense_channels * BESIDE_PAGES
+    return (pages + expected_room(pages)) * page + dense * pair.dense_channels * BESIDE_PAGES
 
 
 def _fit_bytes(pair: FormatPair, tokens: int, layer: LayerShape) -> int:

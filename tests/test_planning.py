@@ -75,6 +75,19 @@ def test_agrees_with_the_real_cache(
     assert projected == pytest.approx(cache.held_bytes(), rel=0.01)
 
 
+@pytest.mark.parametrize("format", ["centred-4", "turboquant-3"])
+@pytest.mark.parametrize("chunk", [256, 512, 1024, 20_000])
+def test_agrees_however_the_tokens_came(format: str, chunk: int) -> None:
+    """A cache reserves room as it grows: none beyond a prompt that came at once, and the most after the next page."""
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, hidden_size=64, head_dim=64)
+    cache, shapes = FoldedCache(config, format), layer_shapes(config)
+    layer, tokens = cache.layers[0].folded, 0
+    for new in (*[chunk] * (20_000 // chunk), *[64] * 60):
+        layer.append(*torch.zeros(2, 1, 1, new, 64, dtype=torch.bfloat16))
+        tokens += new
+        assert held_bytes(shapes, format, tokens) == pytest.approx(cache.held_bytes(), rel=0.01)
+
+
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4"])
 @pytest.mark.parametrize("dim", [48, 64])
 def test_agrees_before_a_prompt_is_fitted(random_ids: Callable[[int, int], Tensor], dim: int, format: str) -> None:
