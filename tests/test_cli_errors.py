@@ -17,9 +17,11 @@ from rich.console import Console
 from trials import trials
 
 import kvfold
+from kvfold.cache.report import CacheReport, LayerReport
 from kvfold.cli import errors, main
 from kvfold.cli.app import app
-from kvfold.cli.generate import _beside_bf16
+from kvfold.cli.generate import _beside_bf16, _bits
+from kvfold.evaluate.records import held_cells
 
 ROOT = Path(__file__).parents[1]
 
@@ -358,9 +360,34 @@ def test_help_shows_what_is_in_brackets() -> None:
     assert "kvfold[mlx]" in " ".join(fuzz_cli.call(["eval", "--help"])[1].split())
 
 
-def test_smaller_and_larger() -> None:
-    assert _beside_bf16(3.333) == "3.33x smaller than bf16"
-    assert _beside_bf16(0.55) == "1.82x larger than bf16"
+def _report(dense: int, *layers: tuple[str, int, int, int]) -> CacheReport:
+    """Of layers with a format, values, values held dense, and bytes; beside them `dense` windows of float32."""
+    windows = [("dense", 100, 100, 400)] * dense
+    rows = [LayerReport(i, name, 1, 0, *own) for i, (name, *own) in enumerate([*windows, *layers])]
+    return CacheReport(tuple(rows), 0, sum(row.held_bytes for row in rows), sum(row.values for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("report", "says", "cells"),
+    [
+        (_report(0, ("kvfold-4", 1000, 40, 600)), ("4.80 bits a value (4% dense)", "3.33x smaller"), ("4.80", "30.0")),
+        (_report(0, ("kvfold-4", 100, 100, 400)), ("nothing folded yet", "2.00x larger"), ("–", "200.0")),
+        (_report(9, ("kvfold-4", 100, 100, 5000)), ("nothing folded yet", "4.30x larger"), ("–", "430.0")),
+        (
+            _report(9, ("kvfold-4", 100, 20, 60)),
+            ("4.80 bits a value where layers fold (20% dense)", "1.83x larger"), ("4.80", "183.0"),
+        ),
+        (_report(9), ("32.00 bits a value", "2.00x larger"), ("32.00", "200.0")),
+        (_report(1, ("kvfold-4", 4000, 1, 7800)), ("15.60 bits", "as large as"), ("15.60", "100.0")),
+    ],
+)  # fmt: skip
+def test_what_a_cache_holds_is_said_as_it_is(
+    report: CacheReport, says: tuple[str, str], cells: tuple[str, str]
+) -> None:
+    """Bits of what folds, once something has, and the whole beside bfloat16: smaller, or larger."""
+    assert _bits(report).startswith(says[0])
+    assert f"{says[1]} {'' if says[1].endswith('as') else 'than '}in bf16" == _beside_bf16(report)
+    assert held_cells(report.to_json()) == (cells[0], f"{cells[1]} %")
 
 
 def test_letters_that_a_terminal_does_not_have() -> None:

@@ -534,6 +534,20 @@ def test_held_bytes_at_4096_tokens(small_folder: Path) -> None:
     assert taken <= 1.02 * report.held_bytes
 
 
+def test_room_for_more_tokens_is_not_taken_for_bits(tmp_path: Path) -> None:
+    """mlx-lm reserves 256 tokens at a time for layers with windows, of which a short text fills few."""
+    _, network = _tiny("gemma3", tmp_path)
+    cache = make_prompt_cache(network, "kvfold-4")
+    for _ in range(24):
+        mx.eval(network(mx.array([[5]]), cache=cache))
+    report = cache_report(cache)
+    assert report.held_bytes >= sum(layer.nbytes for layer in cache)
+    windows = [row for row in report.layers if row.format == "dense"]
+    assert [8 * row.held_bytes / row.values for row in windows] == [32, 32]
+    assert report.dense_share == 1  # so bits a value are not told
+    assert report.bits_per_value < 100
+
+
 def test_evaluation_agrees_with_torch(
     small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_folder: Path, small_ids: Tensor
 ) -> None:

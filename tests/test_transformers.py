@@ -296,6 +296,39 @@ class TestLayers:
         assert 4 < report.folded_bits_per_value < 5.4 < report.bits_per_value
         assert math.isnan(FoldedCache(model.config, "dense").report().folded_bits_per_value)
 
+    @pytest.mark.parametrize(
+        ("format", "tokens", "dense"),
+        [("kvfold-4", 69, 69), ("kvfold-4", 300, 300 - 4 * 64), ("centred-4", 50, 50), ("turboquant-4", 50, 0)],
+    )
+    def test_how_much_is_not_folded(self, random_ids: Ids, format: str, tokens: int, dense: int) -> None:
+        """Of the layers that fold alone: 24 and 16 tokens at both ends, and all until a prompt is fitted."""
+        model = tiny_model("gemma3")
+        kvfold.attach(model)
+        cache = FoldedCache(model.config, format)
+        assert math.isnan(cache.report().dense_share)
+        _logits(model, random_ids(2, tokens), cache)
+        report = cache.report()
+        assert report.dense_share == dense / tokens
+        assert [row.dense_values for row in report.layers][1::2] == [2 * 2 * 256 * dense] * 2  # rows, both sides, dim
+        assert all(row.dense_values == row.values for row in report.layers[::2])
+
+    def test_states_are_what_a_dense_cache_holds_too(self, random_ids: Ids) -> None:
+        """They are no tokens, and take most of a short text's cache, folded or not."""
+        config = transformers.JambaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_experts=1, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1,
+            use_mamba_kernels=False, pad_token_id=0,
+        )  # fmt: skip
+        model = transformers.JambaForCausalLM(config).eval()
+        kvfold.attach(model)
+        cache = FoldedCache(config, "turboquant-4")
+        _logits(model, random_ids(1, 20), cache)
+        states, folded = cache.report().layers
+        assert (states.format, folded.format) == ("dense", "turboquant-4")
+        assert states.held_bytes == pytest.approx(4 * states.values, rel=0.01)  # float32
+        assert states.values == 2 * folded.values
+        assert cache.report().bits_per_value < 40
+
     @pytest.mark.contract
     def test_padding_takes_no_room(self, llama: PreTrainedModel, random_ids: Ids) -> None:
         ids, mask = random_ids(2, 400), torch.ones(2, 400, dtype=torch.long)

@@ -12,6 +12,7 @@ from kvfold.cache.budgets import bits_in, with_bits
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.held import HeldRows
 from kvfold.cache.prompt_costs import count_sampled, far_errors
+from kvfold.cache.report import LayerReport
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats import FormatPair
 from kvfold.formats.base import OutOfRange
@@ -224,11 +225,21 @@ class HeldLayer(ABC):
     @property
     def value_count(self) -> int:
         """Numbers that a dense cache would hold for the tokens that came: keys and values, padding aside."""
+        return self._values_per_token * sum(group.count * group.rows.seen for group in self.groups)
+
+    @property
+    def _values_per_token(self) -> int:
         if self._like is None:
             return 0
         own = self._like[:1] if self.config.values_of_keys else self._like
-        per_token = sum(like.shape[1] * like.shape[3] for like in own)
-        return per_token * sum(group.count * group.rows.seen for group in self.groups)
+        return sum(like.shape[1] * like.shape[3] for like in own)
+
+    def report(self, held_bytes: int) -> LayerReport:
+        """What this layer holds, in `held_bytes` bytes of its own."""
+        dense = self._values_per_token * sum(group.count * group.rows.unfolded for group in self.groups)
+        return LayerReport(
+            self.index, self.folded_as, self.columns, self.evicted_count, self.value_count, dense, held_bytes
+        )
 
     @property
     def evicted_count(self) -> int:

@@ -103,6 +103,11 @@ class HeldRows:
         return self.schedule.folded_stop(self.length, self.keys.count)
 
     @property
+    def unfolded(self) -> int:
+        """Tokens that are held dense alone: the sinks, and those whose page is not folded yet."""
+        return min(self.length, self.window.sinks) + max(self.length - self.folded_stop, 0)
+
+    @property
     def awaits_queries(self) -> bool:
         """Whether `observe` has a use for queries: until the format is fitted for good."""
         return self.formats.awaits_fit or self.fit.energy is not None

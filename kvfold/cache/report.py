@@ -60,7 +60,11 @@ class LayerReport:
     evicted
         Tokens that each head has forgotten, summed over rows.
     values
-        Numbers that a dense cache would hold for the tokens that came.
+        Numbers that a dense cache would hold for the tokens that came; of a layer that stays dense, those that it
+        holds, a state or room for more tokens among them.
+    dense_values
+        Those of them that are held dense: of a layer that folds, the first tokens, and those whose page is not folded
+        yet.
     held_bytes
         Bytes of its tensors, shared tables left out.
     """
@@ -70,10 +74,11 @@ class LayerReport:
     tokens: int
     evicted: int
     values: int
+    dense_values: int
     held_bytes: int
 
 
-DERIVED = ("bits_per_value", "folded_bits_per_value", "ratio_to_bf16")
+DERIVED = ("bits_per_value", "folded_bits_per_value", "dense_share", "ratio_to_bf16")
 """Figures of a `CacheReport` that follow from its fields."""
 
 
@@ -91,7 +96,7 @@ class CacheReport:
     held_bytes
         Every byte that the cache owns.
     values
-        Numbers that a dense cache would hold for the same tokens.
+        Numbers that a dense cache would hold.
     """
 
     layers: tuple[LayerReport, ...]
@@ -110,14 +115,29 @@ class CacheReport:
 
         In a model with sliding windows, most layers hold a window of dense tokens, which no format makes smaller.
         """
-        folding = [layer for layer in self.layers if layer.format != "dense"]
-        values = sum(layer.values for layer in folding)
-        held = self.shared_bytes + sum(layer.held_bytes for layer in folding)
+        values = sum(layer.values for layer in self._folding)
+        held = self.shared_bytes + sum(layer.held_bytes for layer in self._folding)
         return 8 * held / values if values else float("nan")
 
     @property
+    def dense_share(self) -> float:
+        """The share of values in layers that fold that are held dense: 1 while nothing is folded; NaN if none folds.
+
+        While it is large, bits a value say what room, tables and queries take, and not what a format does.
+        """
+        values = sum(layer.values for layer in self._folding)
+        return sum(layer.dense_values for layer in self._folding) / values if values else float("nan")
+
+    @property
+    def _folding(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.format != "dense"]
+
+    @property
     def ratio_to_bf16(self) -> float:
-        """How many times smaller than a dense cache of the same model in bfloat16, whose windows are windows, too."""
+        """How many times smaller than a dense cache of the same model in bfloat16, whose windows are windows, too.
+
+        Below 1, it is larger.
+        """
         return 2 * self.values / self.held_bytes if self.held_bytes else float("nan")
 
     def to_json(self) -> dict[str, Any]:

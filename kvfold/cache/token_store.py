@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
-from kvfold.cache.report import CacheReport, LayerReport, held_bytes
+from kvfold.cache.report import CacheReport, held_bytes
 from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 
 
@@ -102,10 +102,7 @@ class TokenStore:
 
     def report(self) -> CacheReport:
         """Bytes held, walked tensor by tensor, layer by layer."""
-        rows = [
-            LayerReport(layer.index, layer.config.format, layer.columns, 0, layer.value_count, held_bytes(layer.own()))
-            for layer in self.layers
-        ]
+        rows = [layer.report(held_bytes(layer.own())) for layer in self.layers]
         return CacheReport(
             layers=tuple(rows),
             shared_bytes=held_bytes([layer.tables() for layer in self.layers]),

@@ -1,5 +1,6 @@
 """`kvfold demo`: one model, one document, one question, dense and folded."""
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -7,14 +8,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from kvfold.cache.report import held_bytes
+from kvfold.cache.report import DERIVED, CacheReport, walk_tensors
 from kvfold.cli.options import Json, Model, counted, formats_beside_dense, parse_dtype, print_json
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
+from kvfold.evaluate.records import ABOUT_HELD, HELD, held_cells
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.prompt import answer, prompt_ids
+from kvfold.integrations.transformers.reporting import report_of
 
 QUESTION = "What is the difference between the break and the continue statement? Answer in one or two sentences."
 
@@ -49,11 +53,10 @@ def demo(
     meters = {name: FidelityMeter() for name in caches}
     with counted(f"reading with {len(caches)} caches", len(caches) * (ids.shape[1] - 1)) as read:
         read_in_lockstep(network, ids[:, :-1], caches["dense"], folded, meters, progress=read)
-    values = folded[names[0]].report().values
     rows: list[dict[str, Any]] = []
     for name, cache in caches.items():
         with console.status(f"answering with {name}"):
-            held = held_bytes(cache.layers)
+            report = folded[name].report() if name in folded else _dense_report(cache)
             said = answer(network, tokenizer, ids, cache, max_new_tokens)
         result = meters[name].result()
         rows.append(
@@ -61,9 +64,8 @@ def demo(
                 "format": name,
                 "prompt_tokens": ids.shape[1],
                 "answer": " ".join(said.text.split()),
-                "held_bytes": held,
-                "bits_per_value": 8 * held / values,
-                "ratio_to_bf16": 2 * values / held,
+                "held_bytes": report.held_bytes,
+                **{figure: getattr(report, figure) for figure in DERIVED},
                 "ppl": result.ppl,
                 "kl_mean": result.kl_mean,
                 "top1": result.top1,
@@ -75,21 +77,26 @@ def demo(
     _print(rows, model)
 
 
+def _dense_report(cache: Cache) -> CacheReport:
+    """What a dense cache holds, without what its windows, views of a whole chunk until the next token, keep alive."""
+    tensors = walk_tensors(cache.layers)
+    return replace(report_of(cache.layers, ()), held_bytes=sum(tensor.nbytes for tensor in tensors))
+
+
 def _print(rows: list[dict[str, Any]], model: str) -> None:
     console = Console()
     figures = Table(
         title=f"{model}, {rows[0]['prompt_tokens']:,} tokens of context",
-        caption="ratio: how many times smaller than a bfloat16 cache; KL: mean divergence from dense, a token",
+        caption=f"{ABOUT_HELD}; KL: mean divergence from dense, a token",
     )
-    for column in ("cache", "held MB", "bits/value", "ratio", "PPL", "KL", "tok/s"):
+    for column in ("cache", "held MB", *HELD, "PPL", "KL", "tok/s"):
         figures.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
     answers = Table(title=f"“{QUESTION}”", show_lines=True)
     answers.add_column("cache", no_wrap=True)
     answers.add_column("answer")
     for row in rows:
         figures.add_row(
-            row["format"], f"{row['held_bytes'] / 1e6:.1f}", f"{row['bits_per_value']:.2f}",
-            f"{row['ratio_to_bf16']:.2f}", f"{row['ppl']:.3f}",
+            row["format"], f"{row['held_bytes'] / 1e6:.1f}", *held_cells(row), f"{row['ppl']:.3f}",
             "-" if row["format"] == "dense" else f"{row['kl_mean']:.4f}", f"{row['tokens_per_second']:.1f}",
         )  # fmt: skip
         answers.add_row(row["format"], escape(row["answer"]))

@@ -1,5 +1,6 @@
 """`kvfold eval`: what formats cost a model, on a text."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -25,6 +26,7 @@ from kvfold.cli.options import (
     text_of,
 )
 from kvfold.evaluate import QualityRow, evaluate_formats, text_passages
+from kvfold.evaluate.records import ABOUT_HELD, HELD, held_cells
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.text import text_sha256
 
@@ -75,14 +77,14 @@ def _print(rows: list[QualityRow], model: str, layers: bool) -> None:
     console = Console()
     table = Table(
         title=f"{model}: {rows[0].n_tokens:,} tokens, dense PPL {rows[0].ppl_dense:.3f}",
-        caption="bits: a value, in layers that fold; ratio: how many times smaller than dense in bfloat16, all layers",
+        caption=ABOUT_HELD,
     )
-    for column in ("format", "ΔPPL", "KL", "p99", "top-1", "bits", "ratio", "seconds"):
+    for column in ("format", "ΔPPL", "KL", "p99", "top-1", *HELD, "seconds"):
         table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.format, f"{row.delta_ppl_pct:+.2f} %", f"{row.kl_mean:.4f}", f"{row.kl_p99:.3f}", f"{row.top1:.3f}",
-            f"{row.folded_bits_per_value:.2f}", f"{row.ratio_to_bf16:.2f}", f"{row.seconds:.1f}",
+            *held_cells(asdict(row)), f"{row.seconds:.1f}",
         )  # fmt: skip
     console.print(table)
     if not layers:

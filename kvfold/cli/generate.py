@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Annotated
 
@@ -151,7 +152,7 @@ def generate(
         return print_json(row | report.to_json())
     Console(stderr=True).print(
         f"[dim]{ids.shape[1]} prompt + {said.tokens} new tokens, {said.tokens_per_second:.1f} tok/s; cache holds "
-        f"{report.held_bytes / 1e6:.2f} MB, {_bits(report)}, {_beside_bf16(report.ratio_to_bf16)}[/]",
+        f"{report.held_bytes / 1e6:.2f} MB, {_bits(report)}, {_beside_bf16(report)}[/]",
         highlight=False,
         soft_wrap=True,
     )
@@ -241,14 +242,21 @@ def _by_mlx(question: _Question, limits: list[int | None]) -> _Answered:
 
 
 def _bits(report: CacheReport) -> str:
-    """Bits a value; where some layers stay dense, also those of the layers that fold."""
-    every, folded = report.bits_per_value, report.folded_bits_per_value
-    whole = all(layer.format != "dense" for layer in report.layers)
-    return f"{every:.2f} bits a value" if whole else f"{every:.2f} bits a value ({folded:.2f} where layers fold)"
+    """Bits a value where layers fold, and how much of that is still dense; if no layer folds, bits of them all."""
+    share, some = report.dense_share, any(layer.format == "dense" for layer in report.layers)
+    if isnan(share):
+        return f"{report.bits_per_value:.2f} bits a value"
+    if share == 1:
+        return "nothing folded yet"
+    return f"{report.folded_bits_per_value:.2f} bits a value{' where layers fold' if some else ''} ({share:.0%} dense)"
 
 
-def _beside_bf16(ratio: float) -> str:
-    return f"{ratio:.2f}x smaller than bf16" if ratio >= 1 else f"{1 / ratio:.2f}x larger than bf16"
+def _beside_bf16(report: CacheReport) -> str:
+    """The size of the whole cache beside a dense one in bfloat16."""
+    ratio = report.ratio_to_bf16
+    if f"{ratio:.2f}" == "1.00":
+        return "as large as in bf16"
+    return f"{ratio:.2f}x smaller than in bf16" if ratio > 1 else f"{1 / ratio:.2f}x larger than in bf16"
 
 
 def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> FoldedCache:

@@ -25,7 +25,7 @@ from kvfold.cli.options import (
     token_progress,
 )
 from kvfold.evaluate.passages import text_passages
-from kvfold.evaluate.records import RUN, Row, open_rows
+from kvfold.evaluate.records import ABOUT_OF_BF16, OF_BF16, RUN, Row, open_rows
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, cells, pareto, recommend
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import sources_of
@@ -65,8 +65,8 @@ def sweep(
     a bug, and nothing is swept over it.
 
     The staircase then tries key bits, value bits, page sizes and residuals, each from the best of the step before.
-    Every run appends a row to --out. Killed and started again, it goes on where it was. Bits are those that the
-    cache held at the end of a passage, so a short passage counts mostly the dense window.
+    Every run appends a row to --out. Killed and started again, it goes on where it was. What a cache holds is
+    counted at the end of a passage, so a short passage counts mostly the dense window.
     """
     budgets = Budgets(pass_abs, pass_pct, warn_abs, lossless_pct, lossless_kl)
     steps = Steps(
@@ -103,14 +103,15 @@ def sweep(
         names = [row["config"]["format"] for row in rows if id(row) in front]
         document = {"ablation": ablation, "staircase": rows, "pareto": names}
         return print_json(document | {"recommended": best.format, "why": best.reason})
-    table = Table(title=f"{model}: {job.n_tokens:,} tokens", caption=f"* on the Pareto front; rows are in {out}")
+    caption = f"* on the Pareto front; {ABOUT_OF_BF16}; rows are in {out}"
+    table = Table(title=f"{model}: {job.n_tokens:,} tokens", caption=caption)
     _print(table, ablation, rows, front)
     Console(stderr=True).print(f"[bold]{best.format}[/]: {best.reason}", highlight=False)
 
 
 def _print(table: Table, ablation: Sequence[Row], rows: Sequence[Row], front: Collection[int]) -> None:
     """Print both in a table; rows whose id is in `front` get a star."""
-    for column in ("stage", "format", "ΔPPL", "", "KL", "bits", "verdict"):
+    for column in ("stage", "format", "ΔPPL", "", "KL", OF_BF16, "verdict"):
         name = column in ("stage", "format")
         table.add_column(
             column, justify="left" if name else "right", no_wrap=not name, overflow="fold" if name else "ellipsis"
@@ -124,5 +125,5 @@ def _print(table: Table, ablation: Sequence[Row], rows: Sequence[Row], front: Co
 
 
 def _cells(row: Row, mark: str) -> list[str]:
-    stage, format, delta, percent, kl, bits, verdict = cells(row)
-    return [stage, format + mark, delta, f"{percent} %", kl, bits, f"[{COLOURS[verdict]}]{verdict}[/]"]
+    stage, format, delta, percent, kl, held, verdict = cells(row)
+    return [stage, format + mark, delta, f"{percent} %", kl, held, f"[{COLOURS[verdict]}]{verdict}[/]"]

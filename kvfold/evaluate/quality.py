@@ -31,9 +31,10 @@ class QualityRow:
         Perplexity with a dense cache and with this one; the difference, and in percent.
     kl_mean, kl_p99, top1
         As in `Fidelity`.
-    folded_bits_per_value, bits_per_value, ratio_to_bf16, held_bytes
-        What the cache held at the end of the last passage, everything counted: bits of the layers that fold, bits over
-        all layers, how many times smaller that is than a dense bfloat16 cache of the same model, and bytes.
+    folded_bits_per_value, bits_per_value, dense_share, ratio_to_bf16, held_bytes
+        What the cache held at the end of the last passage, everything counted, as in `CacheReport`: bits of the layers
+        that fold, bits over all layers, the share that was not folded, how many times smaller the whole is than a dense
+        bfloat16 cache of the same model, and bytes.
     key_error, value_error
         For each layer, ‖x − x̂‖²/‖x‖² of the dense cache's own keys and values when folded: the codec's
         error alone, without what earlier layers' errors do to later ones. NaN for layers that stay dense.
@@ -54,6 +55,7 @@ class QualityRow:
     top1: float
     folded_bits_per_value: float
     bits_per_value: float
+    dense_share: float
     ratio_to_bf16: float
     held_bytes: int
     key_error: tuple[float, ...]

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from math import isnan
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -38,13 +39,39 @@ QUALITY: Row = _ABOUT | {
     "format": str, "passage": (int, None), "n_tokens": int, "ppl_dense": float, "ppl": float, "delta_ppl_pct": float,
     "kl_mean": float,
     "kl_p99": float, "top1": float, "folded_bits_per_value": (float, None), "bits_per_value": float,
-    "ratio_to_bf16": (float, None), "held_bytes": int, "seconds": float,
+    "dense_share": (float, None), "ratio_to_bf16": (float, None), "held_bytes": int, "seconds": float,
     "key_error": ([(float, None)], None), "value_error": ([(float, None)], None),
 }  # fmt: skip
 """Fields of a row of `kvfold eval`."""
 
+BF16 = 16
+"""Bits of a value in bfloat16."""
+
 MOST = 1e30
 """No number in a row is larger."""
+
+
+OF_BF16 = "of bf16"
+ABOUT_OF_BF16 = f"{OF_BF16}: the whole cache beside a dense one in bfloat16; above 100 %, it is larger"
+"""The title of a column of `of_bf16`, and what it means."""
+
+
+def of_bf16(row: Row) -> str:
+    """What a whole cache holds, in percent of a dense bfloat16 cache of the same model, as text."""
+    return f"{100 * row['bits_per_value'] / BF16:.1f} %"
+
+
+HELD = ("bits", OF_BF16)
+ABOUT_HELD = f"bits: held for a value in layers that fold, – while nothing is folded; {ABOUT_OF_BF16}"
+"""Titles of columns of `held_cells`, and what they mean."""
+
+
+def held_cells(row: Row) -> tuple[str, str]:
+    """Bits a value where layers fold, those of all layers if none folds; and `of_bf16`."""
+    bits = row.get("folded_bits_per_value")
+    if bits is None or isnan(bits):
+        bits = row["bits_per_value"]
+    return "–" if row.get("dense_share") == 1 else f"{bits:.2f}", of_bf16(row)
 
 
 def check_row(row: Any, shape: Any, where: str) -> None:

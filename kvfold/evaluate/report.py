@@ -17,7 +17,18 @@ from kvfold.evaluate import compare, plots, sweep
 from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
-from kvfold.evaluate.records import OUTCOME, QUALITY, RUN, Row, check_row, read_rows
+from kvfold.evaluate.records import (
+    ABOUT_HELD,
+    HELD,
+    OF_BF16,
+    OUTCOME,
+    QUALITY,
+    RUN,
+    Row,
+    check_row,
+    held_cells,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -199,17 +210,17 @@ def _quality(rows: Sequence[Row]) -> Iterator[Section]:
         section = Section(f"Quality: {model}, {tokens:,} tokens")
         section.notes.append(
             f"Dense perplexity {own[0]['ppl_dense']:.3f}. Every prediction went through the real cache and attention. "
-            f"Bits count all that the cache held at the end of a passage, {passage} tokens. "
+            f"{ABOUT_HELD[0].upper()}{ABOUT_HELD[1:]}, at the end of a passage, {passage} tokens. "
             f"Text SHA-256 {str(text_sha)[:12]}…"
         )
         section.figures.append(_svg(plots.pareto_plot, own, sweep.pareto(own)))
         section.figures += [_svg(plots.layer_errors, row) for row in own if _has_layers(row)]
         section.tables.append(
             TableOf(
-                ("format", "bits/value", "held MB", "PPL", "ΔPPL", "KL", "KL p99", "top-1", "seconds"),
+                ("format", *HELD, "held MB", "PPL", "ΔPPL", "KL", "KL p99", "top-1", "seconds"),
                 [
                     (
-                        row["format"], f"{row['bits_per_value']:.2f}", f"{row['held_bytes'] / 1e6:.2f}",
+                        row["format"], *held_cells(row), f"{row['held_bytes'] / 1e6:.2f}",
                         f"{row['ppl']:.3f}", f"{row['delta_ppl_pct']:+.2f} %", f"{row['kl_mean']:.4f}",
                         f"{row['kl_p99']:.3f}", f"{row['top1']:.3f}", f"{row['seconds']:.0f}",
                     )
@@ -251,7 +262,7 @@ def _sweep(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _runs(rows: Sequence[Row]) -> TableOf:
-    columns = ("stage", "format", "ΔPPL", "in %", "KL", "bits/value", "verdict")
+    columns = ("stage", "format", "ΔPPL", "in %", "KL", OF_BF16, "verdict")
     return TableOf(columns, [sweep.cells(row) for row in rows])
 
 

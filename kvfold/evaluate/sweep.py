@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from kvfold.cache.policy import Policy
 from kvfold.evaluate.fidelity import Fidelity, FidelityMeter, read_in_lockstep
 from kvfold.evaluate.quality import QualityRow, evaluate_formats, versions
-from kvfold.evaluate.records import MOST, RUN, Row, append_row, open_rows
+from kvfold.evaluate.records import MOST, RUN, Row, append_row, of_bf16, open_rows
 from kvfold.evaluate.runtime import Runtime, runtime_of
 from kvfold.formats import FAMILIES, NO_RESIDUAL, Window, get_format, get_formats
 from kvfold.formats.base import check_page_size
@@ -382,10 +382,10 @@ class Sweep:
 
 
 def cells(row: Row) -> list[str]:
-    """A row's stage, format, change of perplexity, the same in percent, KL, bits and verdict, as text."""
+    """A row's stage, format, change of perplexity, the same in percent, KL, `of_bf16`, and verdict, as text."""
     return [
         row["stage"].removeprefix("ablation/"), row["config"]["format"], f"{row['abs_delta']:+.3f}",
-        f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", f"{row['bits_per_value']:.2f}", row["verdict"],
+        f"{100 * row['rel_delta']:+.2f}", f"{row['kl_mean']:.4f}", of_bf16(row), row["verdict"],
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.config import layer_configs
 from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
-from kvfold.cache.report import CacheReport, LayerReport
+from kvfold.cache.report import CacheReport, LayerReport, walk_tensors
 from kvfold.cache.shape import LayerShape
 from kvfold.integrations.mlx.attach import attach
 from kvfold.integrations.mlx.layer import FoldedKVCache
@@ -86,16 +86,11 @@ def cache_report(cache: Sequence[Any]) -> CacheReport:
     rows, tables = [], []
     for index, each in enumerate(cache):
         if isinstance(each, FoldedKVCache):
-            layer = each.layer
-            tables.append(layer.tables())
-            row = LayerReport(index, layer.folded_as, layer.columns, 0, layer.value_count, each.nbytes)
-        else:
-            dense, tokens, count = getattr(each, "keys", None), getattr(each, "offset", 0), 0
-            if isinstance(dense, mx.array):
-                per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (each.keys, each.values))
-                count = per_token * min(tokens, dense.shape[2])
-            row = LayerReport(index, "dense", tokens, 0, count, each.nbytes)
-        rows.append(row)
+            tables.append(each.layer.tables())
+            rows.append(each.layer.report(each.nbytes))
+        else:  # its arrays have room for more tokens, as those of a dense cache would
+            values = sum(x.size for x in walk_tensors(each, mx.array) if mx.issubdtype(x.dtype, mx.floating))
+            rows.append(LayerReport(index, "dense", getattr(each, "offset", 0), 0, values, values, each.nbytes))
     shared = held_array_bytes(tables)
     held_bytes, values = sum(row.held_bytes for row in rows), sum(row.values for row in rows)
     return CacheReport(tuple(rows), shared, shared + held_bytes, values)

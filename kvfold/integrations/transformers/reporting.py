@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvfold.cache.report import CacheReport, LayerReport, held_bytes
+from kvfold.cache.report import CacheReport, LayerReport, held_bytes, walk_tensors
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 
@@ -14,11 +14,10 @@ def report_of(layers: Sequence[Any], beside: Sequence[object]) -> CacheReport:
         if isinstance(layer, FoldedLayer):
             own = layer.folded
             tables.append(own.tables())
-            counts = own.columns, own.evicted_count, own.value_count
-            rows.append(LayerReport(i, own.folded_as, *counts, held_bytes(own.own())))
+            rows.append(own.report(held_bytes(own.own())))
         else:
-            tokens, values = _dense_counts(layer)
-            rows.append(LayerReport(i, "dense", tokens, 0, values, held_bytes(layer)))
+            values = sum(tensor.numel() for tensor in walk_tensors(layer) if tensor.is_floating_point())
+            rows.append(LayerReport(i, "dense", _tokens(layer), 0, values, values, held_bytes(layer)))
     return CacheReport(
         layers=tuple(rows),
         shared_bytes=held_bytes(tables),
@@ -27,9 +26,6 @@ def report_of(layers: Sequence[Any], beside: Sequence[object]) -> CacheReport:
     )
 
 
-def _dense_counts(layer: Any) -> tuple[int, int]:
-    """Tokens seen and numbers held by one of transformers' own layers."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if keys is None or values is None:
-        return 0, 0
-    return layer.get_seq_length(), keys.numel() + values.numel()
+def _tokens(layer: Any) -> int:
+    """Tokens that one of transformers' own layers has seen; 0 if it holds no keys."""
+    return 0 if getattr(layer, "keys", None) is None else int(layer.get_seq_length())
