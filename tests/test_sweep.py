@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import run_kvfold
+from conftest import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -120,7 +121,7 @@ def test_killed_and_started_again(small_folder: Path, tmp_path: Path) -> None:
     assert set(staircase.values()) == {"key_bits", "value_bits", "page_size", "residual"}
     assert result["recommended"] in staircase
     assert result["recommended"] in result["pareto"]
-    assert "fewest bits" in result["why"]
+    assert "of a dense bfloat16 cache after 200 tokens" in result["why"]
     fields = "ts host config eval ppl_fp16 ppl_tq abs_delta rel_delta runtime_sec verdict"
     for line in lines:
         row = json.loads(line)
@@ -205,11 +206,44 @@ def test_pareto_and_recommendation() -> None:
     assert [row["config"]["format"] for row in pareto(rows)] == ["e", "c", "b", "a"]
     best = recommend(rows, Budgets())
     assert best.format == "c"
-    assert "4.00" in best.reason
-    assert "The next cheaper, e at 3.00 bits, is a warn" in best.reason
+    assert "of the 4 that meet Δ ≤ 0.3 and ≤ 5 %, its cache is the smallest: 25.0 % of a dense" in best.reason
+    assert "The next cheaper, e with 18.8 %, is a warn" in best.reason
     nothing = recommend([row for row in rows if row["verdict"] != "pass"], Budgets())
     assert nothing.format == "e"
     assert "nothing meets" in nothing.reason
+
+
+def test_few_bits_that_save_nothing_are_not_recommended() -> None:
+    """In a model with windows a whole cache hardly shrinks: 3 % fewer bytes are not worth a hundred times the loss."""
+    rows = [
+        _row("kvfold-8", 20.8, 0.0001, 0.0, "pass"),
+        _row("kvfold-4", 20.3, 0.001, 0.0, "pass"),
+        _row("kvfold-2", 20.0, 0.01, 0.1, "pass"),
+        _row("kvfold-1", 19.9, 0.1, 0.5, "warn"),
+        _row("dense", 32.0, 0.0, 0.0, "pass"),
+    ]
+    best = recommend(rows, Budgets())
+    assert best.format == "kvfold-8"
+    assert "the least loss of the 3 whose caches are at most 5 % larger than the smallest, kvfold-2's" in best.reason
+    assert "(125.0 %, KL 0.0100): 130.0 % of a dense bfloat16 cache" in best.reason
+    rows[0]["bits_per_value"] = 21.1  # 5.5 % more
+    assert recommend(rows, Budgets()).format == "kvfold-4"
+
+
+def test_a_model_with_windows(random_ids: Callable[[int, int], Tensor], tmp_path: Path) -> None:
+    """A short text of a tiny Gemma: the same few bytes in any format, so the one that loses least."""
+    ids, steps = random_ids(1, 300), Steps((8, 2), (8, 2), ())
+    # What random weights predict is of no use, so every change passes.
+    budgets = Budgets(pass_abs=1e9, pass_pct=1e9, lossless_pct=1e9, lossless_kl=1e9)
+    _, rows = Sweep(
+        tiny_model("gemma3").float(), [ids], tmp_path / "sweep.jsonl", {}, budgets=budgets, steps=steps
+    ).run()
+    held = {row["config"]["format"]: row["held_bytes"] for row in rows}
+    loss = {row["config"]["format"]: row["kl_mean"] for row in rows}
+    smallest = min(held.values())
+    best = recommend(rows, budgets).format
+    assert held[best] <= 1.05 * smallest
+    assert loss[best] == min(loss[name] for name in held if held[name] <= 1.05 * smallest)
 
 
 def test_errors(small: tuple[PreTrainedModel, PreTrainedTokenizerBase], small_ids: Tensor, tmp_path: Path) -> None:

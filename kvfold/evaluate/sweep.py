@@ -34,6 +34,8 @@ Verdict = Literal["pass", "warn", "fail", "invalid"]
 
 FLOAT16 = 16
 NEARLY_LOSSLESS = 8
+NEGLIGIBLE = 5.0
+"""By how many percent a whole cache may be larger than another and count as equally small."""
 
 
 @dataclass(frozen=True)
@@ -407,7 +409,11 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row], budgets: Budgets) -> Recommendation:
-    """The format of the staircase that holds the fewest bits within the budgets."""
+    """The format of the staircase with the least KL of those within the budgets whose caches are next to the smallest.
+
+    These are the smallest whole cache, windows and all, and those that hold at most `NEGLIGIBLE` percent more. In a
+    model with windows most of a cache does not fold, and few bits save next to nothing.
+    """
     limits = f"Δ ≤ {budgets.pass_abs:g} and ≤ {budgets.pass_pct:g} %"
     passed = [row for row in rows if row["verdict"] == "pass"]
     if not passed:
@@ -417,18 +423,25 @@ def recommend(rows: Sequence[Row], budgets: Budgets) -> Recommendation:
             f"nothing meets {limits}; this comes closest with ΔPPL {best['abs_delta']:+.3f} "
             f"({100 * best['rel_delta']:+.1f} %)",
         )
-    best = min(passed, key=lambda row: (row["bits_per_value"], row["kl_mean"]))
+    smallest = min(passed, key=lambda row: (row["bits_per_value"], row["kl_mean"]))
+    small = [row for row in passed if row["bits_per_value"] <= (1 + NEGLIGIBLE / 100) * smallest["bits_per_value"]]
+    best = min(small, key=lambda row: (row["kl_mean"], row["bits_per_value"]))
     tokens = best["eval"].get("passage", best["eval"]["n_tokens"])
+    why = "its cache is the smallest"
+    if best is not smallest:
+        why = (
+            f"it has the least loss of the {len(small)} whose caches are at most {NEGLIGIBLE:g} % larger than the "
+            f"smallest, {smallest['config']['format']}'s ({of_bf16(smallest)}, KL {smallest['kl_mean']:.4f})"
+        )
     reason = (
-        f"it holds the fewest bits a value ({best['bits_per_value']:.2f} after {tokens:,} tokens) of the "
-        f"{len(passed)} that meet {limits}: ΔPPL {best['abs_delta']:+.3f} ({100 * best['rel_delta']:+.1f} %), "
-        f"KL {best['kl_mean']:.4f}"
+        f"of the {len(passed)} that meet {limits}, {why}: {of_bf16(best)} of a dense bfloat16 cache after {tokens:,} "
+        f"tokens, ΔPPL {best['abs_delta']:+.3f} ({100 * best['rel_delta']:+.1f} %), KL {best['kl_mean']:.4f}"
     )
-    cheaper = [row for row in rows if row["bits_per_value"] < best["bits_per_value"]]
+    cheaper = [row for row in rows if row["bits_per_value"] < smallest["bits_per_value"]]
     if cheaper:
         nearest = max(cheaper, key=lambda row: row["bits_per_value"])
         reason += (
-            f". The next cheaper, {nearest['config']['format']} at {nearest['bits_per_value']:.2f} bits, is a "
-            f"{nearest['verdict']} with ΔPPL {nearest['abs_delta']:+.3f}"
+            f". The next cheaper, {nearest['config']['format']} with {of_bf16(nearest)}, is a {nearest['verdict']} "
+            f"with ΔPPL {nearest['abs_delta']:+.3f}"
         )
     return Recommendation(best["config"]["format"], reason)
