@@ -7,6 +7,7 @@ from scipy.linalg import hadamard
 
 from kvfold.quant.transforms import (
     ChannelOrder,
+    HeadMatrices,
     Transform,
     as_they_come,
     haar,
@@ -89,3 +90,14 @@ def test_an_order_of_channels_is_a_permutation_matrix() -> None:
     shared = ChannelOrder(order[0])
     assert torch.equal(shared.apply(x)[1], shared.apply(x[1]))
     assert torch.equal(as_they_come(64).apply(x), x)
+
+
+def test_heads_have_matrices_of_their_own() -> None:
+    torch.manual_seed(0)
+    matrices = torch.linalg.qr(torch.randn(3, 64, 64))[0]
+    x, transform = torch.randn(2, 3, 5, 16, 64), HeadMatrices(matrices)
+    for head in range(3):
+        alone, own = Transform(matrices[head]), x[:, head]
+        for name in ("apply", "invert", "apply_to_query"):
+            torch.testing.assert_close(getattr(transform, name)(x)[:, head], getattr(alone, name)(own))
+    torch.testing.assert_close(transform.invert(transform.apply(x)), x)

@@ -117,7 +117,35 @@ class OrderedMatrix:
         return self.apply(q)  # R is orthogonal
 
 
-AnyTransform = Transform | ChannelOrder | OrderedMatrix
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """An orthogonal matrix for each head, with the interface of `Transform`, for vectors (…, heads, n, m, D)."""
+
+    matrix: Tensor
+    """float32, (heads, D, D)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "matrix", self.matrix.contiguous())  # kernels read it by address
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.matrix,)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._times(x, on(x.device, self.matrix, x.dtype).mT)
+
+    def invert(self, y: Tensor) -> Tensor:
+        return self._times(y, on(y.device, self.matrix, y.dtype))
+
+    def apply_to_query(self, q: Tensor) -> Tensor:
+        return self.apply(q)  # R is orthogonal
+
+    @staticmethod
+    def _times(x: Tensor, matrices: Tensor) -> Tensor:
+        """x · M for every head's rows, as one product a head: a broadcast one would copy M for each n."""
+        return (x.flatten(-3, -2) @ matrices).unflatten(-2, x.shape[-3:-1])
+
+
+AnyTransform = Transform | ChannelOrder | OrderedMatrix | HeadMatrices
 
 
 @lru_cache(maxsize=256)

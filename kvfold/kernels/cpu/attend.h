@@ -49,7 +49,8 @@ enum class RotationKind : int { matrix, order, hadamard };
 struct Rotation {
   RotationKind kind = RotationKind::matrix;
   std::size_t dim = 0, code_dim = 0;
-  const float* matrix = nullptr;   // matrix: (code_dim, dim)
+  const float* matrix = nullptr;   // matrix: (head, code_dim, dim); a stride of 0 shares it
+  std::size_t matrix_head = 0;
   const float* inverse = nullptr;  // matrix: (dim, code_dim); null if R is orthogonal
   // An order of channels, (batch, head, dim); a stride of 0 shares it. Kind order: it is R. Kind matrix: if R is
   // orthogonal, it comes before the matrix; null for none.

@@ -116,6 +116,12 @@ kvfold::Rotation ordered_matrix_rotation(std::size_t dim, std::uintptr_t order, 
   return r;
 }
 
+kvfold::Rotation head_matrices_rotation(std::size_t dim, std::uintptr_t matrix, std::size_t head) {
+  kvfold::Rotation r = matrix_rotation(dim, dim, matrix, 0);
+  r.matrix_head = head;
+  return r;
+}
+
 kvfold::Rotation hadamard_rotation(std::size_t dim, std::uintptr_t signs, std::uintptr_t mix) {
   kvfold::Rotation r;
   r.kind = kvfold::RotationKind::hadamard, r.dim = r.code_dim = dim, r.power = dim & (~dim + 1);
@@ -233,6 +239,7 @@ NB_MODULE(_cpu, m) {
       .def_static("matrix", &matrix_rotation)
       .def_static("order", &order_rotation)
       .def_static("ordered_matrix", &ordered_matrix_rotation)
+      .def_static("head_matrices", &head_matrices_rotation)
       .def_static("hadamard", &hadamard_rotation);
   nb::class_<kvfold::Addresses>(m, "Addresses")
       .def(nb::init<std::vector<nb::object>>())

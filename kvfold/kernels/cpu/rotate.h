@@ -126,7 +126,7 @@ class Rotator {
           for (std::size_t i = 0; i < rotation_.dim; ++i) scratch_[i] = x[order[i]];
           x = scratch_.data();
         }
-        return multiply_matrix(rotation_.matrix, rotation_.code_dim, rotation_.dim, x, y);
+        return multiply_matrix(matrix_of(head), rotation_.code_dim, rotation_.dim, x, y);
     }
   }
 
@@ -152,14 +152,16 @@ class Rotator {
         return;
       case RotationKind::matrix:
         if (rotation_.inverse) return multiply_matrix(rotation_.inverse, rotation_.dim, rotation_.code_dim, y, x);
-        if (!rotation_.order) return multiply_transposed(rotation_.matrix, rotation_.code_dim, rotation_.dim, y, x);
-        multiply_transposed(rotation_.matrix, rotation_.code_dim, rotation_.dim, y, scratch_.data());
+        if (!rotation_.order) return multiply_transposed(matrix_of(head), rotation_.code_dim, rotation_.dim, y, x);
+        multiply_transposed(matrix_of(head), rotation_.code_dim, rotation_.dim, y, scratch_.data());
         for (std::size_t i = 0; i < rotation_.dim; ++i) x[order_of(batch, head)[i]] = scratch_[i];
         return;
     }
   }
 
  private:
+  const float* matrix_of(std::size_t head) const { return rotation_.matrix + head * rotation_.matrix_head; }
+
   const std::int16_t* order_of(std::size_t batch, std::size_t head) const {
     return rotation_.order + batch * rotation_.order_batch + head * rotation_.order_head;
   }

@@ -1,7 +1,7 @@
 """Rotations as the kernels in C++ take them."""
 
 from kvfold.kernels.cpu import module as cpu
-from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, OrderedMatrix
+from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, HeadMatrices, OrderedMatrix
 
 
 def rotation(transform: AnyTransform) -> cpu.Rotation:
@@ -10,6 +10,9 @@ def rotation(transform: AnyTransform) -> cpu.Rotation:
         return cpu.Rotation.order(*_order(transform))
     if isinstance(transform, OrderedMatrix):
         return cpu.Rotation.ordered_matrix(*_order(transform.order), transform.matrix.data_ptr())
+    if isinstance(transform, HeadMatrices):
+        matrix = transform.matrix
+        return cpu.Rotation.head_matrices(matrix.shape[-1], matrix.data_ptr(), matrix.stride(0))
     if isinstance(transform, Hadamard):
         signs, mix = transform.signs, transform.mix
         return cpu.Rotation.hadamard(signs.shape[0], signs.data_ptr(), 0 if mix is None else mix.data_ptr())

@@ -4,11 +4,13 @@ from torch import Tensor
 
 from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.arrays import table
-from kvfold.quant.transforms import AnyTransform, ChannelOrder, OrderedMatrix, Transform
+from kvfold.quant.transforms import AnyTransform, ChannelOrder, HeadMatrices, OrderedMatrix, Transform
 
 
 def apply_to_query(transform: AnyTransform, q: mx.array) -> mx.array:
     """q̃ = R⁻ᵀ·q for every row of `q`, float32, (batch, heads, any, any, D)."""
+    if isinstance(transform, HeadMatrices):
+        return q @ _matrices(transform).swapaxes(-1, -2)
     if not isinstance(transform, Transform):
         q = mx.take_along_axis(q, _index(transform, q), axis=-1)
     if isinstance(transform, ChannelOrder):
@@ -20,6 +22,8 @@ def apply_to_query(transform: AnyTransform, q: mx.array) -> mx.array:
 
 def invert(transform: AnyTransform, y: mx.array) -> mx.array:
     """R⁻¹·y for every row of `y`, float32, (batch, heads, any, any, code_dim)."""
+    if isinstance(transform, HeadMatrices):
+        return y @ _matrices(transform)
     if isinstance(transform, Transform):
         if transform.general_inverse is not None:
             return y @ table(transform.general_inverse).T
@@ -27,6 +31,11 @@ def invert(transform: AnyTransform, y: mx.array) -> mx.array:
     if isinstance(transform, OrderedMatrix):
         y = y @ table(transform.matrix)
     return mx.take_along_axis(y, mx.argsort(_index(transform, y), axis=-1), axis=-1)
+
+
+def _matrices(transform: HeadMatrices) -> mx.array:
+    """(heads, 1, D, D), for products with (batch, heads, any, any, D)."""
+    return table(transform.matrix)[:, None]
 
 
 def _index(transform: ChannelOrder | OrderedMatrix, x: mx.array) -> mx.array:
