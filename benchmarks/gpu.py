@@ -169,7 +169,11 @@ def worst_error(
     value = torch.randn_like(key)[..., :value_dim]
     query = torch.randn(batch, kv_heads * repeat, tokens, dim, device=DEVICE)
     key, value, query = (x.to(dtype) for x in (key, value, query))
-    cache, done, worst, same = LayerCache(LayerConfig(name, values_of_keys=value_dim is not None)), 0, 0.0, True
+    view, measured = value_dim is not None, None
+    if get_formats(name, dim, value_dim or dim, values_of_keys=view).needs_calibration:
+        ones, rotations = torch.ones(kv_heads, dim), torch.linalg.qr(torch.randn(2, kv_heads, dim, dim))[0]
+        measured = KeyStatistics(ones, ones, None, *rotations)
+    cache, done, worst, same = LayerCache(LayerConfig(name, statistics=measured, values_of_keys=view)), 0, 0.0, True
     if value_dim is not None:
         value = key[..., :value_dim]
     for n in CHUNKS:

@@ -51,8 +51,11 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
             total += layer.kv_heads * _folded_bytes(pair, tokens) + 8  # and the row's index
             if pair.awaits_fit:
                 total += _fit_bytes(pair, tokens, layer)
-            for form in (pair.keys.form, pair.values.form):
-                for tensor in (form.lut, *form.transform.tensors()):
+            if pair.needs_calibration:
+                total += _calibrated_bytes(pair, layer)
+            for fmt in (pair.keys, pair.values):
+                shared = () if fmt.needs_calibration else fmt.form.transform.tensors()
+                for tensor in (fmt.form.lut, *shared):
                     tables[id(tensor)] = tensor.nbytes
         else:
             sliding = layer.kind == "sliding"
@@ -63,7 +66,7 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
 
 def _formats_of(layers: Sequence[LayerShape], format: str) -> list[FormatPair | None]:
     """The formats of each layer; None where it stays dense."""
-    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format))
+    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format), planned=True)
     return [configs[i].formats_of(*layer.folded_dims) if i in configs else None for i, layer in enumerate(layers)]
 
 
@@ -136,6 +139,12 @@ def _fit_bytes(pair: FormatPair, tokens: int, layer: LayerShape) -> int:
     energies = layer.kv_heads * max(first - window.sinks, 0)
     queries = layer.heads * count_sampled(first, window.sinks) if pair.awaits_bits else 0
     return 2 * (order + channels * (energies + queries))
+
+
+def _calibrated_bytes(pair: FormatPair, layer: LayerShape) -> int:
+    """A calibration's statistics of a layer, with a matrix a head for each side that is rotated by them."""
+    rotated = [fmt.head_dim for fmt in (pair.keys, pair.values) if fmt.needs_calibration]
+    return 4 * layer.kv_heads * (3 * pair.keys.head_dim + sum(dim * dim for dim in rotated))
 
 
 def _longest(layers: Sequence[LayerShape], format: str, memory: int, itemsize: float) -> int:

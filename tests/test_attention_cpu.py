@@ -6,6 +6,7 @@ from weakref import ref
 
 import pytest
 import torch
+from measured import measured
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from kvfold.cache.budgets import MOST
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.store import PageStore
-from kvfold.formats import KeyStatistics, get_formats
+from kvfold.formats import get_formats
 from kvfold.formats.page import PageForm, TokenCodes
 from kvfold.kernels.cpu import module
 
@@ -35,6 +36,8 @@ FORMATS = (
     "kvfold-5",
     "kvarn-4",
     "kvarn-7:kvarn-2",
+    "oscar-4",
+    "oscar-2:oscar-5",
     "affine-6:affine-5",
     "turboquant-4+qjl:centred-3+sign",
     "float16:turboquant-3",
@@ -56,8 +59,7 @@ def _fill(
 ) -> Appended:
     """A cache of `tokens` tokens whose last `n` came together."""
     generator = torch.Generator().manual_seed(tokens)
-    statistics = KeyStatistics(torch.rand(kv_heads, dims[0], generator=generator), torch.ones(kv_heads, dims[0]))
-    cache = LayerCache(LayerConfig(format, statistics=statistics))
+    cache = LayerCache(LayerConfig(format, statistics=measured(kv_heads, *dims)))
     key, value = (torch.randn(batch, kv_heads, tokens, dim, generator=generator) + 0.5 for dim in dims)
     if tokens > n:
         cache.append(key[:, :, :-n], value[:, :, :-n])
@@ -93,7 +95,7 @@ def test_prompts_in_chunks(format: str, isa: str) -> None:
 @pytest.mark.parametrize("repeat", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (256, 256), (192, 128), (40, 24), (576, 512)])
 def test_shapes(dims: tuple[int, int], repeat: int) -> None:
-    for n, format in product((1, 50), ("centred-4", "kvfold-5")):
+    for n, format in product((1, 50), ("centred-4", "kvfold-5", "oscar-4")):
         new = _fill(format, 250, n, dims=dims)
         q = 3 * torch.randn(2, 2 * repeat, n, dims[0], generator=torch.Generator().manual_seed(0))
         _close(*_both(new, q))

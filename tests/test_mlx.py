@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured import measured
 from small_model import LAYERS
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.mlx import ArrayLayer, as_tensors, held_array_bytes
 from kvfold.evaluate import evaluate_formats
 from kvfold.evaluate.sweep import Sweep
-from kvfold.formats import FORMATS, PRESETS, KeyStatistics
+from kvfold.formats import FORMATS, PRESETS, get_formats
 from kvfold.integrations.mlx import attach, cache_report, detach, load_mlx_model, make_prompt_cache
 from kvfold.integrations.mlx.models import config_as_before
 from kvfold.integrations.mlx.runtime import MlxRuntime
@@ -49,7 +50,7 @@ from kvfold.kernels.mlx.arrays import to_mlx, to_torch
 from kvfold.kernels.mlx.codes import unpack_levels
 from kvfold.kernels.mlx.transforms import apply_to_query, invert
 from kvfold.quant import packing
-from kvfold.quant.transforms import ChannelOrder, OrderedMatrix, Transform, orthogonal
+from kvfold.quant.transforms import ChannelOrder, HeadMatrices, OrderedMatrix, Transform, orthogonal
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -89,7 +90,7 @@ def test_levels_are_those_of_torch(bits: tuple[int, ...], lanes: packing.Lanes) 
     assert torch.equal(to_torch(unpack_levels(to_mlx(packed), lut, kinds, 64, dim, bits, lanes)), expected)
 
 
-@pytest.mark.parametrize("kind", ["haar", "general", "order", "order of each row", "ordered matrix"])
+@pytest.mark.parametrize("kind", ["haar", "general", "order", "order of each row", "ordered matrix", "head matrices"])
 def test_transforms_are_those_of_torch(kind: str) -> None:
     generator = torch.Generator().manual_seed(2)
 
@@ -103,6 +104,7 @@ def test_transforms_are_those_of_torch(kind: str) -> None:
         "order": order(),
         "order of each row": order(2, 3),
         "ordered matrix": OrderedMatrix(order(3), orthogonal("haar", 32).matrix),
+        "head matrices": HeadMatrices(torch.linalg.qr(_random(3, 32, 32))[0]),
     }[kind]
     x = _random(2, 3, 4, 5, 32)
     torch.testing.assert_close(to_torch(apply_to_query(transform, to_mlx(x))), transform.apply_to_query(x))
@@ -118,6 +120,8 @@ class Pair:
     def __init__(
         self, format: str, dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.float32, **options: Any
     ) -> None:
+        if get_formats(format, dim, dim).needs_calibration:
+            options["statistics"] = measured(2, dim)
         self.torch, self.mlx = LayerCache(LayerConfig(format, **options)), ArrayLayer(LayerConfig(format, **options))
         self.batch, self.dim, self.dtype, self.generator = batch, dim, dtype, torch.Generator().manual_seed(0)
 
@@ -155,9 +159,9 @@ class Pair:
 AT_128 = ("tq3", "tq4", "polar4", "polar4-u8", "tbqx3-values")
 NAMES = (
     *PRESETS, *(name for name in FORMATS if name not in ("amx3", "tbqx3")), "turboquant-4+qjl", "kvfold-4:turboquant-3",
-    "turboquant-3+sign", "kvfold-3@32", "tbq3", "tbq4", "tbqp3", "tbqp4", "tq3", "tq4", "polar4", "polar4-u8", "q8_0",
-    "q4_0", "f16", "affine-4g32", "uniform-4", "turboquant-2.5", "float16:kvfold-2", "kvfold-5", "centred-4", "bold",
-    "safe",
+    "turboquant-3+sign", "oscar-2", "kvfold-3@32", "tbq3", "tbq4", "tbqp3", "tbqp4", "tq3", "tq4", "polar4",
+    "polar4-u8", "q8_0", "q4_0", "f16", "affine-4g32", "uniform-4", "turboquant-2.5", "float16:kvfold-2",
+    "kvfold-5", "centred-4", "bold", "safe",
 )  # fmt: skip
 
 
@@ -195,10 +199,10 @@ def test_masks_and_sinks(format: str) -> None:
     assert pair.read(70, sink_logits=_random(6)) < 1e-5
 
 
-def test_calibrated() -> None:
+@pytest.mark.parametrize("format", ["kvfold-3", "oscar-4"])
+def test_calibrated(format: str) -> None:
     """Nothing waits for a prompt then, and what is saved goes on."""
-    statistics = KeyStatistics(_random(2, 64).exp(), _random(2, 64, seed=1).exp())
-    pair = Pair("kvfold-3", statistics=statistics)
+    pair = Pair(format, statistics=measured(2, 64))
     for n in (120, 1, 40):
         assert pair.read(n) < 1e-5
     pair.check_bytes()

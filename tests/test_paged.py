@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from backends import with_instruction_set
+from measured import measured
 from torch import Tensor
 
 from kvfold.attention import BACKENDS, attend, cpu
@@ -13,21 +14,21 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import WINDOW, PageLayout, PagePool, why_not_paged
 from kvfold.cache.pool.plan import Slots, plan
-from kvfold.formats import KeyStatistics, get_formats
+from kvfold.formats import get_formats
 
 FORMATS = (
     "kvfold-5", "kvfold-4", "kvfold-2", "kvfold-3@32", "turboquant-4", "turboquant-3+qjl", "centred-4", "affine-4g32",
-    "uniform-4", "q8_0", "polar4", "kvarn-3", "float16",
+    "uniform-4", "q8_0", "polar4", "kvarn-3", "oscar-4", "oscar-2",
+    "float16",
 )  # fmt: skip
 
 
 def _fitted(name: str, dim: int, kv_heads: int):
     pair = get_formats(name, dim, dim)
-    if not pair.awaits_fit:
+    if not pair.awaits_fit and not pair.needs_calibration:
         return pair, None
-    g = torch.Generator().manual_seed(5)
-    statistics = KeyStatistics(torch.rand(kv_heads, dim, generator=g), torch.rand(kv_heads, dim, generator=g))
-    return pair.with_formats(pair.keys.fitted(statistics), pair.values), statistics
+    statistics = measured(kv_heads, dim, seed=5)
+    return pair.calibrated(statistics), statistics
 
 
 class Engine:
@@ -112,7 +113,7 @@ def test_kernel_agrees_with_reference(name: str, instruction_set: str, monkeypat
         assert error < (0.02 if instruction_set in cpu.INTEGER_SETS else 1e-5), (who, error)
 
 
-@pytest.mark.parametrize("name", ["kvfold-4", "turboquant-3", "centred-4@32", "float16"])
+@pytest.mark.parametrize("name", ["kvfold-4", "turboquant-3", "centred-4@32", "oscar-3", "float16"])
 def test_answers_are_those_of_a_cache_of_one_sequence(name: str) -> None:
     tokens = {who: _tokens(sum(sizes), seed) for seed, (who, sizes) in enumerate(SIZES.items())}
     engine = Engine(name, backend="reference")

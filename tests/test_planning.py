@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 from conftest import tiny_model
+from measured import measured
 from small_model import LAYERS
 from tiny_gguf import CONTEXT, FULL, write_gemma
 from torch import Tensor
@@ -25,7 +26,7 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from kvfold import FoldedCache, attach
+from kvfold import Calibration, FoldedCache, attach
 from kvfold.cache.shape import LayerShape
 from kvfold.cli.app import app
 from kvfold.integrations.models import load_config, load_model
@@ -59,13 +60,16 @@ def _layers(plain: dict[str, Any]) -> tuple[LayerShape, ...]:
 
 
 @pytest.mark.parametrize("tokens", [10, 100, 300, 1000, 4096])
-@pytest.mark.parametrize("format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4"])
+@pytest.mark.parametrize(
+    "format", ["kvfold-4", "turboquant-3", "turboquant-4:kvfold-4", "oscar-4", "turboquant-4:oscar-2"]
+)
 def test_agrees_with_the_real_cache(
     small: tuple[PreTrainedModel, PreTrainedTokenizerBase], format: str, tokens: int
 ) -> None:
     """Within 1 % of every byte that a cache of SmolLM2 holds."""
     config = small[0].config
-    cache = FoldedCache(config, format)
+    calibration = Calibration({i: measured(3, 64) for i in range(LAYERS)}) if "oscar" in format else None
+    cache = FoldedCache(config, format, calibration=calibration)
     if tokens == 100:  # queries are held, too, so attention must have shown them
         small[0](torch.arange(100).unsqueeze(0), past_key_values=cache, logits_to_keep=1)
     else:

@@ -20,6 +20,7 @@ import torch
 import transformers
 from commands import run_kvfold
 from conftest import ARCHITECTURES, tiny_model
+from measured import measured
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -116,10 +117,22 @@ class TestGoingOn:
         _goes_on_alike(tiny, cache, tmp_path / "cache", random_ids(2, 100, seed=1), **config)
 
     @pytest.mark.parametrize(
-        "format", [*FORMATS, "kvfold-2", "kvarn-4", "centred-4", "hadamard-3+qjl", "turboquant-4+srht@32"]
+        "format",
+        [
+            *FORMATS,
+            "kvfold-2",
+            "kvarn-4",
+            "oscar-2",
+            "kvfold-4:oscar-4",
+            "centred-4",
+            "hadamard-3+qjl",
+            "turboquant-4+srht@32",
+        ],
     )
     def test_every_format(self, llama: PreTrainedModel, random_ids: Ids, tmp_path: Path, format: str) -> None:
-        cache = FoldedCache(llama.config, format)
+        layers = {i: measured(2, 64, seed=i) for i in range(llama.config.num_hidden_layers)}
+        calibration = kvfold.Calibration(layers) if "oscar" in format else None
+        cache = FoldedCache(llama.config, format, calibration=calibration)
         _logits(llama, random_ids(1, 137), cache)
         _goes_on_alike(llama, cache, tmp_path / "cache", random_ids(1, 90, seed=1))
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from measured import measured
 from test_paged import Engine, _tokens
 from torch import Tensor
 
@@ -36,7 +37,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS = 2
 
 NAMES = (
-    "kvfold-5", "kvfold-4", "kvfold-3", "kvfold-2@32", "kvarn-4", "turboquant-8", "turboquant-4@48", "turboquant-1",
+    "kvfold-5", "kvfold-4", "kvfold-3", "kvfold-2@32", "kvarn-4", "oscar-4", "oscar-2", "turboquant-8",
+    "turboquant-4@48", "turboquant-1",
     "turboquant-2.5", "turboquant-4+qjl:centred-3+sign", "centred-5", "hadamard-6", "hadamard-7", "affine-4g32",
     "uniform-4", "uniform-3r", "q8_0", "q4_0", "tq3", "tq4", "polar4", "polar4-u8", "tbq3", "tbq4", "tbqp3", "tbqp4",
     "amx3", "float16", "float16:turboquant-3", "kvfold-7", "turboquant-2+qjl", "hadamard-2+sign", "turboquant-4@128",
@@ -63,6 +65,8 @@ def _attend(
     key = (_random(batch, KV_HEADS, tokens, dim, seed=2) + 2 * _random(dim, seed=3)).to(dtype)
     value = _random(batch, KV_HEADS, tokens, dim, seed=4).to(dtype)
     value = (key if options.get("values_of_keys") else value)[..., :value_dim]
+    if get_formats(name, dim, value_dim, values_of_keys=options.get("values_of_keys", False)).needs_calibration:
+        options["statistics"] = measured(KV_HEADS, dim, value_dim)
     cache, done, outs = LayerCache(LayerConfig(name, **options)), held, []
     if held:
         cache.observe(None, cache.append(key[:, :, :held], value[:, :, :held], padding))
@@ -103,6 +107,7 @@ def test_head_dimensions_and_groups(dim: int, repeat: int) -> None:
     _check("kvfold-4", 270, (1,), dim=dim, repeat=repeat)
     _check("turboquant-4", 0, (1, 1), dim=dim, repeat=repeat)
     _check("turboquant-4", 130, (2,), dim=dim, repeat=repeat)
+    _check("oscar-3", 130, (2,), dim=dim, repeat=repeat)
 
 
 def test_a_prompt_of_more_rows_than_a_program_takes() -> None:

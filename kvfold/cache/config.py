@@ -52,9 +52,16 @@ class LayerConfig:
     def calibrated(self, formats: FormatPair, kv_heads: int, key_dim: int) -> FormatPair:
         """`formats`, fitted to `statistics` if there are any and the formats await a fit.
 
-        Raises ValueError if the statistics are of keys of another shape.
+        Raises ValueError if the statistics are of keys of another shape, or formats need a calibration, and there is
+        none, or one that does not tell what they need.
         """
-        if self.statistics is None or not formats.keys.awaits_fit:
+        if self.statistics is None and formats.needs_calibration:
+            raise ValueError(
+                f"layer {self.index}: {self.format!r} is fitted to the model, not to its prompt, and there is no "
+                "calibration: give calibration=, what kvfold.calibrate returns or a file of kvfold calibrate (on the "
+                "command line, --calibration FILE)"
+            )
+        if self.statistics is None or not (formats.keys.awaits_fit or formats.needs_calibration):
             return formats
         expected, given = (kv_heads, key_dim), tuple(self.statistics.key_variance.shape)
         if given != expected:
@@ -62,7 +69,7 @@ class LayerConfig:
                 f"layer {self.index}: the calibration is of {given[0]} heads of {given[1]}, keys have {expected[0]} "
                 f"heads of {expected[1]}: calibrate this model"
             )
-        return formats.with_formats(formats.keys.fitted(self.statistics), formats.values)
+        return formats.calibrated(self.statistics)
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that numbers of `dtype` are rounded to before they are stored."""
@@ -88,12 +95,14 @@ def layer_configs(
     dense_dtype: torch.dtype | None = None,
     sharpen: bool = False,
     frequencies: Frequencies = lambda index, format: None,
+    planned: bool = False,
 ) -> dict[int, LayerConfig]:
     """How the layers of a cache fold, by index; those that stay dense are left out.
 
     `policy`, `calibration`, `dense_dtype` and `sharpen` are as `kvfold.FoldedCache` takes them. `frequencies` is called
-    for layers whose format undoes RoPE on keys. Raises ValueError if a format does not fit a layer, or the calibration
-    lacks a layer that needs it, or an exception folds a layer that cannot.
+    for layers whose format undoes RoPE on keys. What is only `planned` folds nothing and needs no calibration. Raises
+    ValueError if a format does not fit a layer, or the calibration lacks a layer that needs it, or an exception folds a
+    layer that cannot.
     """
     _check_exceptions(policy, shapes)
     policy = budgeted(policy, calibration, len(shapes))
@@ -111,7 +120,9 @@ def layer_configs(
             sharpen=sharpen,
             budgets=budgets if budgets is not None and index in budgets.formats else None,
         )  # fmt: skip
-        configs[index] = _checked(config, shape, calibration, frequencies) if shape.is_known else config
+        if shape.is_known:
+            config = _checked(config, shape, calibration, frequencies, planned)
+        configs[index] = config
     return configs
 
 
@@ -129,14 +140,21 @@ def _check_exceptions(policy: Policy, shapes: Sequence[LayerShape]) -> None:
 
 
 def _checked(
-    config: LayerConfig, shape: LayerShape, calibration: Calibration | None, frequencies: Frequencies
+    config: LayerConfig, shape: LayerShape, calibration: Calibration | None, frequencies: Frequencies, planned: bool
 ) -> LayerConfig:
-    """`config`, with RoPE's frequencies if its formats need them; raises ValueError if they do not fit the layer."""
+    """`config`, with RoPE's frequencies if its formats need them, and without rotations that they do not need.
+
+    Raises ValueError if they do not fit the layer.
+    """
     formats = config.formats_of(*shape.folded_dims)
     if formats.keys.turns_back:
         config = replace(config, frequencies=frequencies(config.index, config.format))
         formats = config.formats_of(*shape.folded_dims)
     if calibration is not None and formats.keys.awaits_fit and config.statistics is None:
         raise ValueError(f"the calibration has no layer {config.index}: calibrate this model")
-    config.calibrated(formats, shape.kv_heads, shape.folded_dims[0])  # raises if it is of other keys
-    return config
+    if not planned:
+        config.calibrated(formats, shape.kv_heads, shape.folded_dims[0])  # raises if it is of other keys, or missing
+    if config.statistics is None:
+        return config
+    sides = {"keys": formats.keys.needs_calibration, "values": formats.values.needs_calibration}
+    return replace(config, statistics=config.statistics.with_rotations(**sides))

@@ -50,7 +50,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure a model once, for kvfold-4, kvfold-3 and kvfold-2: which channels of keys its queries look at, and what
-    folding the keys or values of each layer costs.
+    folding the keys or values of each layer costs. And for oscar-4 and oscar-2: by which directions they rotate.
 
     Or, with --eviction, what queries are like before RoPE, for a cache that forgets tokens.
 

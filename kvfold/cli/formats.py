@@ -38,6 +38,7 @@ def formats(
     kvfold-5, turboquant-4+qjl (one of the 4 bits for signs of the remainder; or +srht, +sign), kvfold-4@128.
     kvfold's keys are fitted to the first 256 tokens of a prompt, or to a text by `kvfold calibrate`. The same tokens
     decide how many bits each layer gets. Without a calibration nothing folds before they are there.
+    oscar's keys and values are fitted by `kvfold calibrate` alone.
     --blocks lists formats whose bytes other systems define, and pairs by the names that they give them.
     """
     names = OF_OTHERS if blocks else FORMATS
@@ -63,7 +64,7 @@ def formats(
                 "bits_per_value": 8 * (keys.bytes_per_vector + values.bytes_per_vector) / (2 * head_dim),
                 "dense_sinks": pair.window.sinks,
                 "dense_recent": pair.window.recent,
-                "fitted": pair.awaits_fit,
+                "fitted": pair.awaits_fit or pair.needs_calibration,
                 "what": keys.summary if same else f"Keys: {_lower(keys.summary)}. Values: {_lower(values.summary)}",
                 "source": keys.source if same else f"{keys.source}; {values.source}",
             }

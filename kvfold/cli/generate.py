@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.cache.calibration import ENERGY, NAMES
+from kvfold.cache.calibration import NAMES, OPTIONAL
 from kvfold.cache.files.paths import check_output
 from kvfold.cache.report import CacheReport
 from kvfold.cli.options import (
@@ -322,5 +322,5 @@ def _same_formats(kept: CacheLayerMixin, asked: CacheLayerMixin) -> bool:
 def _alike(one: KeyStatistics | None, other: KeyStatistics | None) -> bool:
     if one is None or other is None:
         return one is other
-    pairs = [(getattr(one, name), getattr(other, name)) for name in (*NAMES, ENERGY)]
+    pairs = [(getattr(one, name), getattr(other, name)) for name in (*NAMES, *OPTIONAL)]
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)

@@ -128,6 +128,11 @@ class Format(ABC):
         """Whether this format needs tables from `fitted` before it folds."""
         return False
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether this format needs tables from `fitted` that only a calibration tells, no prompt's first tokens."""
+        return False
+
     def token_code(self) -> RotatedCode | None:
         """How a token that folds by itself becomes codes; None if no kernel folds such tokens."""
         return None

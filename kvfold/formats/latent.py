@@ -107,4 +107,9 @@ def latent(name: str, key_dim: int, latent_dim: int) -> Format:
     if block is not None and block.startswith("tbq") and (latent_dim, key_dim - latent_dim) == (512, ROPE):
         return get_format(name, key_dim)
     base = get_format(name, latent_dim)
+    if base.needs_calibration:
+        raise ValueError(
+            f"format = {name!r}: it needs a calibration's rotations, and latents (MLA) have none: a latent is key and "
+            "value in one; choose another format, such as kvfold-4"
+        )
     return get_format("float16", key_dim) if isinstance(base, Float16) else Latent.of(base, key_dim)

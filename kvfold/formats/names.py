@@ -16,6 +16,7 @@ from kvfold.formats.float16 import Float16
 from kvfold.formats.ggml import Ggml
 from kvfold.formats.hadamard import Hadamard
 from kvfold.formats.kvarn import KVarN
+from kvfold.formats.oscar import Oscar
 from kvfold.formats.outliers import SPLITS, Outliers
 from kvfold.formats.polar4 import Polar4
 from kvfold.formats.rules import block_of
@@ -35,6 +36,7 @@ FAMILIES: dict[str, tuple[type[Format], type[Format]]] = {
     "hadamard": (Hadamard, Hadamard),
     "centred": (Centred, Centred),
     "kvarn": (KVarN, KVarN),
+    "oscar": (Oscar, Oscar),
 }
 """Formats that take 1 to 8 bits, for keys and for values: kvfold-4, turboquant-3, …"""
 
@@ -72,8 +74,8 @@ PAIRS = {
 """Pairs by the names that their systems give them (sanctum-mlx and SKaiNET); "-lloyd": with Lloyd–Max levels."""
 
 FORMATS = (
-    "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "kvarn-4", "hadamard-4", "turboquant-8", "turboquant-4",
-    "turboquant-3", "turboquant-2", "float16",
+    "kvfold-4", "kvfold-3", "kvfold-2", "centred-4", "kvarn-4", "oscar-4", "hadamard-4", "turboquant-8",
+    "turboquant-4", "turboquant-3", "turboquant-2", "float16",
 )  # fmt: skip
 """The formats to try first. `GRAMMAR` describes all names; `PRESETS` has further names for some."""
 
@@ -83,8 +85,8 @@ GRAMMAR = "FAMILY-BITS[+RESIDUAL][@PAGE_SIZE]"
 OTHERS = ("affine-BITS[gGROUP]", "uniform-BITS[r]", *(f"turboquant-{split}" for split in SPLITS))
 """Names beside the grammar's: affine-4g32 (groups of 32), uniform-3r (with a residual), turboquant-2.5."""
 
-NO_RESIDUAL = ("kvfold", "kvarn")
-"""Families whose keys take no residual, as each channel of a page has its own scale."""
+NO_RESIDUAL = ("kvfold", "kvarn", "oscar")
+"""Families that take no residual: their channels have scales of their own in each page, or their tokens offsets."""
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 """A number has one spelling: ASCII digits, no leading zeros, and few enough to fit 32 bits."""

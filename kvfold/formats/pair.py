@@ -7,7 +7,7 @@ from kvfold.formats.base import Format, Window
 from kvfold.formats.latent import KeyView, latent
 from kvfold.formats.names import check_names, get_format
 from kvfold.formats.rules import log_stand_in
-from kvfold.formats.statistics import FEWEST_FITTED, FIT_TOKENS
+from kvfold.formats.statistics import FEWEST_FITTED, FIT_TOKENS, KeyStatistics
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class FormatPair:
     def awaits_fit(self) -> bool:
         """Whether a format must see statistics before it folds."""
         return self.awaits_bits or self.keys.awaits_fit or self.values.awaits_fit
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a format must see a calibration before it folds."""
+        return self.keys.needs_calibration or self.values.needs_calibration
 
     @property
     def fit_tokens(self) -> int:
@@ -58,6 +63,15 @@ class FormatPair:
     def with_formats(self, keys: Format, values: Format) -> "FormatPair":
         """The same pair with other formats; values that are a view of keys become a view of the new ones."""
         return replace(self, keys=keys, values=KeyView.of(keys, values.head_dim) if self.shares_pages else values)
+
+    def calibrated(self, statistics: KeyStatistics) -> "FormatPair":
+        """The formats, fitted to a calibration's statistics; values only if no prompt can fit them."""
+        keys, values = self.keys, self.values
+        if keys.awaits_fit or keys.needs_calibration:
+            keys = keys.fitted(statistics)
+        if values.needs_calibration:
+            values = values.fitted(statistics)
+        return self.with_formats(keys, values)
 
     def at(self, layer: int, frequencies: tuple[float, ...] | None) -> "FormatPair":
         """`Format.at` of both."""

@@ -1,6 +1,6 @@
 """Statistics of keys, and of the queries that read them, for each channel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -29,11 +29,16 @@ class KeyStatistics:
         Mean variance of k_c within a page, of the same shape.
     energy
         E[k_c²], of the same shape. None if it is not known, as in statistics from a file that does not hold it.
+    key_rotation, value_rotation
+        R for keys and for values (`kvfold.quant.spectral`) by what attention does with them: float32, (heads, D, D).
+        None if they are not known, as in statistics of a prompt.
     """
 
     query_energy: Tensor
     key_variance: Tensor
     energy: Tensor | None = None
+    key_rotation: Tensor | None = None
+    value_rotation: Tensor | None = None
 
     @classmethod
     def of(cls, keys: Tensor, query_energy: Tensor, page_size: int) -> "KeyStatistics":
@@ -52,9 +57,19 @@ class KeyStatistics:
         return cls(queries, variance, keys.float().square().mean(-2))
 
     def first(self, channels: int) -> "KeyStatistics":
-        """The statistics of the first `channels` channels."""
+        """The statistics of the first `channels` channels; a rotation of all is none of theirs, and is left out."""
         energy = None if self.energy is None else self.energy[..., :channels]
         return KeyStatistics(self.query_energy[..., :channels], self.key_variance[..., :channels], energy)
+
+    def of_heads(self, heads: slice) -> "KeyStatistics":
+        """The statistics of some KV heads, from those of a calibration."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return KeyStatistics(**{name: part[heads] for name, part in parts.items() if part is not None})
+
+    def with_rotations(self, *, keys: bool, values: bool) -> "KeyStatistics":
+        """These statistics with only the rotations of the sides that want theirs."""
+        kept = self.key_rotation if keys else None, self.value_rotation if values else None
+        return replace(self, key_rotation=kept[0], value_rotation=kept[1])
 
     @property
     def importance(self) -> Tensor:

@@ -183,6 +183,24 @@ def test_with_fine_codes_hardly_an_answer_parts(
     assert own.tie < reading.tie
 
 
+@pytest.mark.parametrize("measured", ["by a file", "at the start"])
+def test_rotations_of_a_calibration_are_those_of_the_cache_in_transformers(
+    demo_model: Demo, smollm2: Path, prompts: list[list[int]], calibration: Path, measured: str
+) -> None:
+    """`oscar`: no prompt can fit it. What the engine reads at its start is another text than the file's."""
+    some = [prompts[i] for i in (7, 8, 11)]  # of more than a page
+    file = calibration if measured == "by a file" else None
+    with engine(smollm2, "oscar-4", file, in_process=True) as llm:
+        answers = ask(llm, some, NEW, read=LIKELIEST)
+    own = _reading(demo_model[0], some, answers, "oscar-4", calibration)
+    dense = [rounding.log_probabilities(demo_model[0], ids, None) for ids in some]
+    far, loss = _mean_divergence(answers, own.folded), _mean_divergence(answers, dense)
+    print(f"\noscar-4 measured {measured}: KL from FoldedCache {far:.1e}, from dense {loss:.1e}")
+    assert loss < 0.02
+    if file is not None:
+        assert far < loss / 10
+
+
 def test_reading_prompts_differs_from_transformers_by_rounding_alone(
     demo_model: Demo, prompts: list[list[int]], folded: Run, reading: Reading, stock: list[Answer]
 ) -> None:

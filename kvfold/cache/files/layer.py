@@ -6,7 +6,7 @@ import torch
 
 from kvfold.cache.batch import HeldLayer, RowGroup
 from kvfold.cache.budgets import PromptBudgets, bits_in, choice, with_bits
-from kvfold.cache.calibration import ENERGY, NAMES
+from kvfold.cache.calibration import ENERGY, NAMES, OPTIONAL, ROTATIONS
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.contents import FLOATS, Contents, dtype_name
 from kvfold.cache.files.rows import rows_from_saved, rows_to_saved
@@ -38,7 +38,7 @@ def layer_to_saved(layer: HeldLayer) -> Contents:
         }
     )
     if statistics is not None:
-        known = {name: getattr(statistics, name) for name in (*NAMES, ENERGY)}
+        known = {name: getattr(statistics, name) for name in (*NAMES, *OPTIONAL)}
         saved.tensors = {name: tensor for name, tensor in known.items() if tensor is not None}
     for number, group in enumerate(layer.groups):
         part = rows_to_saved(group.rows)
@@ -74,7 +74,11 @@ def _config_from_saved(saved: Contents, index: int) -> LayerConfig:
         variance = saved.tensor("key_variance", FLOATS.values(), (None, None))
         like = FLOATS.values(), tuple(variance.shape)
         energy = saved.tensor(ENERGY, *like) if ENERGY in saved.tensors else None
-        statistics = KeyStatistics(saved.tensor("query_energy", *like), variance, energy)
+        rotations = []
+        for name in ROTATIONS:
+            shape = (variance.shape[0], None, None)
+            rotations.append(saved.tensor(name, FLOATS.values(), shape) if name in saved.tensors else None)
+        statistics = KeyStatistics(saved.tensor("query_energy", *like), variance, energy, *rotations)
     if not saved.lacks("frequencies"):
         frequencies = tuple(saved.take("frequencies", list))
         if any(type(f) is not float or not isfinite(f) for f in frequencies):

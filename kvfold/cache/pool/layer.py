@@ -18,7 +18,7 @@ class PagedLayer:
     """
 
     def __init__(self, formats: FormatPair, pool: PagePool, slots: int, dtype: torch.dtype) -> None:
-        if formats.awaits_fit:
+        if formats.awaits_fit or formats.needs_calibration:
             raise ValueError(
                 "formats must be fitted before pages are shared: one sequence's statistics are not another's"
             )

@@ -60,11 +60,11 @@ class FoldedCache(WatchedStates):
         dtype of the tokens that stay dense, in sliding windows, too. None: the model's if it has 16 bits, else float16.
     calibration
         Statistics of this model (`kvfold.calibrate`, or a file that `kvfold calibrate` wrote) for formats that are
-        fitted, such as "kvfold-4". None: statistics come from the first 256 tokens of each sequence, and nothing of it
-        folds before it has that many. These first tokens also choose the bits of each layer; with a calibration its
-        losses do, if it has them (`kvfold.measure_losses`). With "kvfold-3" each layer's keys, and its values, have 2,
-        3 or 4 bits, and 3 on average. Sequences of one length in a batch share bits. A policy with `budgets=False`
-        gives all layers equal bits.
+        fitted, such as "kvfold-4". "oscar-4" folds with one only. None: statistics come from the first 256 tokens of
+        each sequence, and nothing of it folds before it has that many. These first tokens also choose the bits of each
+        layer; with a calibration its losses do, if it has them (`kvfold.measure_losses`). With "kvfold-3" each layer's
+        keys, and its values, have 2, 3 or 4 bits, and 3 on average. Sequences of one length in a batch share bits. A
+        policy with `budgets=False` gives all layers equal bits.
     sharpen
         Whether attention scales scores to offset the effect of tbq and tbqp codes of keys (head_dim 64 and 256).
     eviction

@@ -20,30 +20,30 @@ from kvfold.integrations.transformers.evicting import head_shape, model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.shapes import layer_shapes
 
-See = Callable[[int, Tensor, Tensor, int], None]
-"""Called with a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned, and
-the column of the first.
+See = Callable[[int, Tensor, Tensor, Tensor, int], None]
+"""Called with a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned,
+values (batch, kv_heads, n, ·), and the column of the first.
 """
 
 
 class ObservedLayer(LayerCache):
-    """A layer that keeps float16 numbers and passes its queries and keys to `see`."""
+    """A layer that keeps float16 numbers and passes its queries, keys and values to `see`."""
 
     def __init__(self, index: int, see: See) -> None:
         super().__init__(LayerConfig("float16", index))
         self.see = see
-        self._key: Tensor | None = None
+        self._new: tuple[Tensor, Tensor] | None = None
 
     def append(self, key: Tensor, value: Tensor, padding: Sequence[int] | None = None) -> Appended:
-        self._key = key
+        self._new = key, value
         return super().append(key, value, padding)
 
     def observe(self, query: Tensor | None, new: Appended, scaling: float | None = None) -> None:
-        assert self._key is not None
+        assert self._new is not None
         if query is None or new.observed:
             return
         new.observed = True
-        self.see(self.index, query, self._key, new.first_column)
+        self.see(self.index, query, *self._new, new.first_column)
 
 
 @torch.no_grad()
@@ -84,8 +84,11 @@ def calibrate(
         raise ValueError(f"passages: give at least one of {SHORTEST} tokens or more")
     seen: dict[int, Observed] = {}
 
-    def see(layer: int, query: Tensor, key: Tensor, first: int) -> None:
-        seen.setdefault(layer, Observed()).add(query, key, begins=first == 0)
+    latent = {index for index, shape in enumerate(layer_shapes(model.config)) if shape.kind == "latent"}
+
+    def see(layer: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> None:
+        own = None if layer in latent else value
+        seen.setdefault(layer, Observed()).add(query, key, own, begins=first == 0)
 
     _read(model, passages, see, chunk, progress)
     # Some layers are never attended to.
@@ -145,12 +148,12 @@ def measure_queries(
         angle = positions.double().unsqueeze(-1) * omega
         return torch.complex(*turned.chunk(2, -1)) * torch.polar(torch.ones_like(angle), -angle)
 
-    def see(layer: int, query: Tensor, key: Tensor, first: int) -> None:
+    def see(layer: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> None:
         before = turned_back(query[0], torch.arange(first, first + query.shape[2])[None])
         total[layer] += before.sum(1)
         magnitude[layer] += before.abs().sum(1)
 
-    def check(layer: int, query: Tensor, key: Tensor, first: int) -> None:
+    def check(layer: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> None:
         before = turned_back(query, places[:, None])
         apart = (before - before[:1]).norm(dim=-1).amax() / before.norm(dim=-1).amax()
         if apart > TOLERANCE:

@@ -17,7 +17,7 @@ from kvfold.cache.files.layer import layer_from_saved as folded_from_saved
 from kvfold.cache.files.layer import layer_to_saved as folded_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
-from kvfold.formats import DEFAULT
+from kvfold.formats import DEFAULT, check_names
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.origin import Origin
 from kvfold.integrations.transformers.shapes import check_shape
@@ -205,6 +205,11 @@ def cache_from_saved(saved: Contents, make: Callable[..., Any], config: PreTrain
     formats = [(i, part.data.get("format", "dense")) for i, part in enumerate(parts)]
     if any(not isinstance(format, str) for _, format in formats):
         raise ValueError("a layer's format is no name")
+    # Layers get formats and statistics from the file below. Until then, some could not do without a calibration.
+    for i, part in enumerate(parts):
+        if part.data.get("calibrated"):
+            check_names(formats[i][1])
+            formats[i] = i, DEFAULT
     try:
         cache = make(own, policy=Policy(DEFAULT, exceptions=formats))
     except Exception as error:

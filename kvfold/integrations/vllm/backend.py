@@ -137,8 +137,8 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         self._attention: PagedAttention | None = None
 
     def fit(self, statistics: KeyStatistics) -> None:
-        """Fit the keys' format to statistics of this model's keys and queries."""
-        self.formats = self.formats.with_formats(self.formats.keys.fitted(statistics), self.formats.values)
+        """Fit formats to statistics of this model's keys, values and queries."""
+        self.formats = self.formats.calibrated(statistics)
 
     def tail_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of this layer's tails."""
@@ -177,10 +177,10 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         return output
 
     def _observe(self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], output: Tensor) -> Tensor:
-        """Dense attention of whole prompts; adds their keys and queries to the statistics."""
+        """Dense attention of whole prompts; adds their keys, values and queries to the statistics."""
         for first, stop in pairwise(starts):
             q, k, v = (x[first:stop].transpose(0, 1)[None] for x in (query, key, value))
-            self.observed.add(q, k)
+            self.observed.add(q, k, v)
             out = attend_dense(q, k, v, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks)
             output[first:stop] = out[0].transpose(0, 1)
         return output

@@ -10,7 +10,6 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvfold.cache.calibration import Calibration
-from kvfold.formats import KeyStatistics
 from kvfold.integrations.text import standard_text
 from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.counters import count_folds
@@ -57,7 +56,8 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             impl.formats = impl.formats.at(index, None)
         options = Options.of(self.vllm_config.additional_config)
         assert options is not None
-        if options.formats(self.model_config.get_head_size()).awaits_fit:  # the same in all stages, which read together
+        formats = options.formats(self.model_config.get_head_size())
+        if formats.awaits_fit or formats.needs_calibration:  # the same in all stages, which read together
             if options.calibration is not None:
                 self._load(options.calibration, layers)
             else:
@@ -113,8 +113,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                     f"in each of {ranks} workers: calibrate this model"
                 )
             first = rank * heads // ranks
-            some = slice(first, first + own)
-            impl.fit(KeyStatistics(whole.query_energy[some], whole.key_variance[some]))
+            impl.fit(whole.of_heads(slice(first, first + own)))
 
     def _measure(self, layers: dict[int, FoldedImpl]) -> None:
         """Let the model read a text, with dense attention, and fit layers to statistics of their keys and queries."""
