@@ -119,11 +119,11 @@ def _check(layers: Sequence[LayerShape]) -> None:
 
 
 def _folded_bytes(pair: FormatPair, tokens: int) -> float:
-    """One KV head's folded pages and dense windows."""
+    """One KV head's folded pages and dense windows, after a token that came alone."""
     schedule = Schedule.of(pair)
     pages, dense = schedule.pages(tokens), min(tail_capacity(tokens), pair.window.sinks)
     if not schedule.by_token:
-        dense += tail_capacity(max(tokens - schedule.tail_start(tokens, 0, pages), 0))
+        dense += tail_capacity(max(tokens - schedule.tail_start(tokens, 0, pages, newest=1), 0))
     page = schedule.page_size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
     return (pages + expected_room(pages)) * page + dense * pair.dense_channels * BESIDE_PAGES
 
@@ -133,7 +133,7 @@ def _fit_bytes(pair: FormatPair, tokens: int, layer: LayerShape) -> int:
     window, channels = pair.window, pair.keys.head_dim
     ordered = [fmt.head_dim for fmt in (pair.keys, pair.values) if fmt.awaits_fit]
     order = layer.kv_heads * sum(ordered) if tokens >= pair.fit_tokens else 0
-    if tokens >= pair.fit_tokens + window.undo:
+    if Schedule.of(pair).not_undone(tokens, newest=1) >= pair.fit_tokens:
         return 2 * order
     first = min(tokens, pair.fit_tokens)
     energies = layer.kv_heads * max(first - window.sinks, 0)

@@ -74,7 +74,8 @@ def test_agrees_with_the_real_cache(
         small[0](torch.arange(100).unsqueeze(0), past_key_values=cache, logits_to_keep=1)
     else:
         for layer in range(LAYERS):
-            cache.update(*torch.randn(2, 1, 3, tokens, 64, dtype=torch.bfloat16), layer)
+            for new in (tokens - 1, 1):
+                cache.update(*torch.randn(2, 1, 3, new, 64, dtype=torch.bfloat16), layer)
     projected = held_bytes(layer_shapes(config), format, tokens)
     assert projected == pytest.approx(cache.held_bytes(), rel=0.01)
 
@@ -82,12 +83,15 @@ def test_agrees_with_the_real_cache(
 @pytest.mark.parametrize("format", ["centred-4", "turboquant-3"])
 @pytest.mark.parametrize("chunk", [256, 512, 1024, 20_000])
 def test_agrees_however_the_tokens_came(format: str, chunk: int) -> None:
-    """A cache reserves room as it grows: none beyond a prompt that came at once, and the most after the next page."""
+    """A cache reserves room as it grows: none beyond a prompt that came at once, and the most after the next page.
+
+    A plan is of a cache whose newest token came alone."""
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, hidden_size=64, head_dim=64)
     cache, shapes = FoldedCache(config, format), layer_shapes(config)
     layer, tokens = cache.layers[0].folded, 0
     for new in (*[chunk] * (20_000 // chunk), *[64] * 60):
-        layer.append(*torch.zeros(2, 1, 1, new, 64, dtype=torch.bfloat16))
+        for some in (new - 1, 1):
+            layer.append(*torch.zeros(2, 1, 1, some, 64, dtype=torch.bfloat16))
         tokens += new
         assert held_bytes(shapes, format, tokens) == pytest.approx(cache.held_bytes(), rel=0.01)
 
@@ -101,7 +105,8 @@ def test_agrees_before_a_prompt_is_fitted(random_ids: Callable[[int, int], Tenso
     attach(model)
     for tokens in (100, 200, 270, 300):
         cache = FoldedCache(model.config, format)
-        model(random_ids(1, tokens), past_key_values=cache)
+        for ids in random_ids(1, tokens).split([tokens - 1, 1], dim=1):
+            model(ids, past_key_values=cache)
         projected = held_bytes(layer_shapes(model.config), format, tokens)
         tables = 10_000 if format == "kvfold-4" and tokens > 256 else 0  # layers' bits may have levels of their own
         assert abs(projected - cache.held_bytes()) < 0.01 * cache.held_bytes() + tables

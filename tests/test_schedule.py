@@ -25,39 +25,46 @@ def test_a_page_is_read_folded_from_the_moment_it_folds(schedule: Schedule, leng
         assert schedule.ripe(held) == 0 or young >= schedule.window.recent
 
 
-@given(SCHEDULES, st.integers(1, 400), st.integers(1, 100))
-def test_tokens_only_join_unless_something_folds_or_leaves(schedule: Schedule, length: int, n: int) -> None:
+@given(SCHEDULES, st.integers(1, 400), st.integers(1, 100), st.integers(1, 100), st.booleans())
+def test_tokens_only_join_unless_something_folds_or_leaves(
+    schedule: Schedule, length: int, n: int, before: int, at_once: bool
+) -> None:
+    """`n` tokens that come at once or one by one, after a pass of `before` tokens."""
     pages = schedule.ripe(length)
-    start = schedule.tail_start(length, 0, pages)
+    start = schedule.tail_start(length, 0, pages, min(before, length))
     folds = schedule.ripe(length + n) > pages
-    leaves = schedule.tail_start(length + n, 0, pages) > start
-    joins = schedule.only_joins(n, length, 0, pages, start, awaits_fit=False)
+    newest = n if at_once else 1
+    leaves = schedule.tail_start(length + n, 0, pages, newest) > start
+    joins = schedule.only_joins(n, length, 0, pages, start, False, None if at_once else 1)
     assert joins == (length >= schedule.window.sinks and not folds and not leaves)
 
 
-@given(SCHEDULES, st.integers(1, 400), st.integers(0, 400))
-def test_a_crop_within_undo_leaves_what_a_shorter_text_holds(schedule: Schedule, length: int, cut: int) -> None:
-    kept = max(length - cut, 0)
+@given(SCHEDULES, st.integers(1, 400), st.integers(0, 400), st.integers(1, 400))
+def test_a_crop_within_the_newest_pass_leaves_what_a_shorter_text_holds(
+    schedule: Schedule, length: int, cut: int, newest: int
+) -> None:
+    kept, newest = max(length - cut, 0), min(newest, length)
     pages = schedule.ripe(length)
-    start = schedule.tail_start(length, 0, pages)
+    start = schedule.tail_start(length, 0, pages, newest)
     left = schedule.crop(kept, 0, pages, start)
     assert left.pages * schedule.page_size <= max(kept - schedule.window.sinks, 0)
     assert left.tail_start <= max(start, schedule.window.sinks)
     assert 0 <= left.reopened < schedule.page_size
-    if cut <= schedule.window.undo:
+    if cut <= min(newest, schedule.window.undo):
         assert (left.lost, left.reopened) == (0, 0)
         assert left.pages == schedule.ripe(kept)
 
 
 def test_pages_of_kvfold_4() -> None:
     """Pages begin at slots 16, 80, 144, 208, 272: numbers that are counted by hand."""
-    schedule = Schedule(Window(sinks=16, recent=24, undo=24), 64, 256, by_token=False)
-    assert [schedule.ripe(length) for length in (255, 256, 295, 296)] == [0, 3, 3, 4]
+    schedule = Schedule(Window(sinks=16, recent=48, undo=24), 64, 256, by_token=False)
+    assert [schedule.ripe(length) for length in (255, 256, 319, 320)] == [0, 3, 3, 4]
     assert [schedule.ripe(length, evicted=100) for length in (155, 156)] == [0, 1]
-    assert [schedule.tail_start(length, 0, 4) for length in (319, 320)] == [208, 272]
-    assert [schedule.only_joins(1, length, 0, 3, 208, False) for length in (294, 295)] == [True, False]
-    assert schedule.reads(3, 297, 0, 0, causal=True) == ([208, 272, 272], [295, 296, 297])
-    assert schedule.reads(3, 297, 0, 250, causal=False) == ([250, 272, 272], [297, 297, 297])
+    assert [schedule.tail_start(length, 0, 4, 1) for length in (320, 321)] == [208, 272]
+    assert [schedule.tail_start(length, 0, 4, 100) for length in (343, 344)] == [208, 272]
+    assert [schedule.only_joins(1, length, 0, 3, 208, False) for length in (318, 319)] == [True, False]
+    assert schedule.reads(3, 321, 0, 0, causal=True) == ([208, 272, 272], [319, 320, 321])
+    assert schedule.reads(3, 321, 0, 250, causal=False) == ([250, 272, 272], [321, 321, 321])
     assert schedule.reads(2, 156, 100, 0, causal=True) == ([16, 80], [155, 156])
 
 

@@ -40,6 +40,7 @@ from kvfold.quant import scales
 from kvfold.quant.affine import closest_affine
 from kvfold.quant.codebooks import flat_levels, gaussian_levels
 from kvfold.quant.nearest import nearest_level
+from kvfold.quant.spectral import spectral_rotation
 from kvfold.quant.transforms import orthogonal
 
 sys.path.append(str(Path(__file__).parents[1]))  # models.py
@@ -58,6 +59,19 @@ def named(name: str, x: Tensor, q: Tensor) -> Tensor:
     fmt = kvfold.get_format(name, x.shape[-1])
     if fmt.awaits_fit:
         fmt = fmt.fitted(_statistics(x, q))
+    return fmt.unfold(fmt.fold(x))
+
+
+def named_values(name: str, x: Tensor, q: Tensor) -> Tensor:
+    """A format of the package as it folds values."""
+    fmt = kvfold.get_format(name, x.shape[-1], lanes="channels")
+    return fmt.unfold(fmt.fold(x))
+
+
+def oscar_keys(bits: int, x: Tensor, q: Tensor) -> Tensor:
+    """OSCAR's codes of keys, with rotations by the very queries that will read them, which is more than it can have."""
+    fmt = kvfold.get_format(f"oscar-{bits}", x.shape[-1])
+    fmt = fmt.with_fit_tables({"rotation": spectral_rotation(q.mT @ q)})
     return fmt.unfold(fmt.fold(x))
 
 
@@ -152,6 +166,8 @@ def key_rows(bits: int) -> dict[str, Codec]:
         "+ flat levels": partial(per_channel, bits, tried=8, flat=True),
         "+ best of 2 centres": partial(per_channel, bits, tried=8, flat=True, middle=True),
         "+ bits by importance (kvfold)": partial(named, f"kvfold-{bits}"),
+        "KVarN": partial(named, f"kvarn-{bits}"),
+        "OSCAR, rotated by this text's queries": partial(oscar_keys, bits),
         "bits in four parts, the rest as kvfold": partial(
             per_channel, bits, tried=8, flat=True, middle=True, order=True, spread=True, parts=4
         ),
@@ -178,6 +194,7 @@ def value_rows(bits: int) -> dict[str, Codec]:
         "Hadamard, exact norms": partial(rotated, bits, "matched"),
         "Hadamard, EDEN scale (kvfold)": partial(named, f"hadamard-{bits}"),
         "… around page centres (+.25 bits)": partial(named, f"centred-{bits}"),
+        "KVarN (+.5 bits)": partial(named_values, f"kvarn-{bits}"),
         "scale a channel and page": partial(per_channel, bits, tried=8, flat=True, middle=True),
         "KLT, more bits for larger variance": partial(
             per_channel, bits, tried=8, flat=True, middle=True, klt="plain", spread=True
@@ -257,7 +274,7 @@ def main() -> None:
                 f"kvfold-{bits}", window=Window(SINKS, recent, 0), budgets=False
             )
             for bits in all_bits
-            for recent in (0, 8, 24, 64)
+            for recent in (0, 8, 24, 48, 96)
         }
         task = progress.add_task("windows", total=(1 + len(policies)) * batch.numel())
         cached = evaluate_formats(model, passages, policies, progress=lambda n: progress.advance(task, n))

@@ -214,7 +214,7 @@ class HeldLayer(ABC):
 
     @property
     def undo(self) -> int:
-        """How many of the newest columns can always be cropped without a trace."""
+        """How many columns of the newest pass can be cropped without a trace."""
         return 0 if self._formats is None else self._formats.window.undo
 
     @property

@@ -29,10 +29,11 @@ MOST = 5
 """Most bits that a side is raised to. CPU kernels multiply codes of formats up to `kvfold-5` as integers; others take
 several times as long (docs/performance.md). A side whose format's name has this many bits, or more, keeps them."""
 
-NOISE = 0.3
+NOISE = 0.15
 """The variance of ln(cost) over a model's sides that says nothing about losses: (1 − the slope of ln(loss) on ln(cost))
-· the whole variance. SmolLM2 has .06 to .6, by the text, and Gemma 3 270M −.2 to 1.2; both have .4 on average
-(benchmarks/quality/prompt_budgets.py). Somewhat less serves SmolLM2 better, and leaves Gemma even."""
+· the whole variance. SmolLM2 has .2 to .6, by the text, and Gemma 3 270M −.2 to 1.2
+(benchmarks/quality/prompt_budgets.py). Less than half of that is best for SmolLM2, whose costs err most where the
+losses are small, and leaves Gemma nearly always even."""
 
 ALIKE = 8
 """How many layers without real differences are taken for granted beside those seen. So a few layers whose costs differ

@@ -46,9 +46,9 @@ class PromptFit:
             queries = self.queries if queries is None else join((self.queries, queries), 2)
         return replace(self, energy=energy, queries=queries)
 
-    def kept(self, length: int) -> "PromptFit":
-        """What is still of use once `length` slots are held."""
-        if length >= self.schedule.fit_tokens + self.schedule.window.undo:
+    def kept(self, length: int, newest: int) -> "PromptFit":
+        """What is still of use once `length` slots are held, after a pass of `newest` tokens."""
+        if self.schedule.not_undone(length, newest) >= self.schedule.fit_tokens:
             return replace(self, energy=None, queries=None)
         return self
 

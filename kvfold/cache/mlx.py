@@ -109,8 +109,9 @@ class ArrayRows(HeldRows):
 
         Raises ValueError if tokens that fold hold a NaN or an infinity, or a scale leaves float16's range.
         """
-        into_sinks = min(max(self.window.sinks - self.length, 0), key.shape[2])
-        length, start, sinks = self.length + key.shape[2], self.length + into_sinks, self.dense.sinks
+        n = key.shape[2]
+        into_sinks = min(max(self.window.sinks - self.length, 0), n)
+        length, start, sinks = self.length + n, self.length + into_sinks, self.dense.sinks
         if into_sinks:
             sinks = _joined(sinks, key[:, :, :into_sinks], value[:, :, :into_sinks])
         key, value = key[:, :, into_sinks:], value[:, :, into_sinks:]
@@ -129,12 +130,12 @@ class ArrayRows(HeldRows):
         stores = self.stores
         if not self.formats.awaits_fit:
             stores = self._with_ripe_pages(tail, self.formats, partial(self._fold, dense))
-        self._become(stores=stores, dense=self._without_folded(dense, tail, stores[0].count), length=length)
+        self._become(stores=stores, dense=self._without_folded(dense, tail, stores[0].count, n), length=length)
         return tail.after(max(unread - tail.start, 0))
 
-    def _without_folded(self, dense: DenseTokens, tail: DenseSpan, pages: int) -> DenseTokens:
-        """Dense tokens without those that folded too long ago to be undone."""
-        start = max(self.schedule.tail_start(tail.stop, 0, pages), tail.start)
+    def _without_folded(self, dense: DenseTokens, tail: DenseSpan, pages: int, newest: int) -> DenseTokens:
+        """Dense tokens without those that folded before what can be undone of the newest pass."""
+        start = max(self.schedule.tail_start(tail.stop, 0, pages, newest), tail.start)
         dropped = start - tail.start
         if not dropped:
             return dense
@@ -172,7 +173,7 @@ class ArrayRows(HeldRows):
             some = query[:, :, self.fit.sampled(first)].astype(mx.bfloat16)
         fit = self.fit.with_more(energy, some, mx.concatenate)
         if self.length < self.schedule.fit_tokens or not self.formats.awaits_fit:
-            self._become(fit=fit.kept(self.length))
+            self._become(fit=fit.kept(self.length, n))
             return
         tail = self.tail_span()
         assert tail is not None
@@ -185,8 +186,8 @@ class ArrayRows(HeldRows):
             key, value = (torch.cat((to_torch(s), x), 2) for s, x in zip(sinks, (key, value), strict=True))
         formats = fit.fitted(key, value, energies, queries, allot)
         stores = self._with_ripe_pages(tail, formats, partial(self._fold, self.dense))
-        dense = self._without_folded(self.dense, tail, stores[0].count)
-        self._become(fit=fit.kept(self.length), formats=formats, stores=stores, dense=dense)
+        dense = self._without_folded(self.dense, tail, stores[0].count, n)
+        self._become(fit=fit.kept(self.length, n), formats=formats, stores=stores, dense=dense)
 
     def crop(self, length: int) -> int:
         """Forget all but the first `length` tokens; returns what `FoldedRows.crop` does."""

@@ -74,13 +74,13 @@ class FoldedRows(HeldRows):
         if tail is not None:
             new = DenseSpan.of(torch.cat((tail.key, new.key), 2), torch.cat((tail.value, new.value), 2), tail.start)
         stores = self.stores if self.formats.awaits_fit else self._with_ripe_pages(new, self.formats, self._fold)
-        tail_start = self.schedule.tail_start(length, self.evicted, stores[0].count)
+        tail_start = self.schedule.tail_start(length, self.evicted, stores[0].count, n)
         dense = dense.with_tail(new, n - into_sinks, max(tail_start, dense.tail_start))
         unread = new.after(self.folded_stop - new.start)
         self._become(stores=stores, dense=dense, length=length, dtypes=dtypes)
         return unread
 
-    def only_joins(self, n: int) -> bool:
+    def only_joins(self, n: int, newest: int | None = None) -> bool:
         """Whether `n` new tokens only extend what is held (`Schedule.only_joins`)."""
         if self.schedule.by_token:
             if n > 1 or self.token_folder() is None:
@@ -88,7 +88,7 @@ class FoldedRows(HeldRows):
         elif self.dense.tail is None:
             return False
         held = self.length, self.evicted, self.keys.count, self.dense.tail_start
-        return self.schedule.only_joins(n, *held, self.formats.awaits_fit)
+        return self.schedule.only_joins(n, *held, self.formats.awaits_fit, newest)
 
     def _joined(self, key: Tensor, value: Tensor, dtypes: Dtypes) -> bool:
         """Write tokens behind those held if they only extend them; return whether it did. If not, none is added."""
@@ -118,7 +118,7 @@ class FoldedRows(HeldRows):
         if self.schedule.by_token:
             return -(self.length - self.window.sinks) % self.page_size
         room = self.dense.room_left - self.length
-        return next((n for n in range(room) if not self.only_joins(n + 1)), room)
+        return next((n for n in range(room) if not self.only_joins(n + 1, newest=1)), room)
 
     def token_folder(self) -> TokenFolder | None:
         """The kernel that folds single tokens into pages; None if there is none."""
@@ -197,10 +197,10 @@ class FoldedRows(HeldRows):
             assert tail is not None
             formats = fit.fitted(*self._first_tokens(tail), fit.energy, fit.queries, allot)
             stores = self._with_ripe_pages(tail, formats, self._fold)
-            tail_start = self.schedule.tail_start(self.length, self.evicted, stores[0].count)
+            tail_start = self.schedule.tail_start(self.length, self.evicted, stores[0].count, n)
             dense = self.dense.with_tail(tail, 0, max(tail_start, self.dense.tail_start))
             changes = {"formats": formats, "stores": stores, "dense": dense}
-        self._become(fit=fit.kept(self.length), **changes)
+        self._become(fit=fit.kept(self.length, n), **changes)
 
     def _first_tokens(self, tail: DenseSpan) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `fit_tokens` tokens, none of which has folded yet."""

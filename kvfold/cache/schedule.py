@@ -2,7 +2,7 @@
 
 Rows hold slots, which count from 0. The first `sinks` slots stay dense. After them lie pages of P tokens: page n takes
 slots sinks + n·P to sinks + (n+1)·P. A page is ripe, and folds, once `recent` tokens follow it. Its dense copy is
-dropped once `undo` more do.
+dropped by the next pass, so that the newest one can be undone, up to `undo` tokens of it.
 
 What a query reads does not depend on how the tokens came. A query at position t reads a page folded if the page was
 ripe when t was the newest token, and dense otherwise. So a whole prefill, a chunked prefill and single steps agree.
@@ -62,21 +62,38 @@ class Schedule:
         stop = self.page_start(pages)
         return min(length, stop) if self.by_token else stop
 
-    def tail_start(self, length: int, evicted: int, pages: int) -> int:
-        """The first slot that the dense tail must hold; pages that are ripe without the last `undo` tokens leave it."""
-        return self.page_start(min(self.ripe(length - self.window.undo, evicted), pages))
+    def not_undone(self, length: int, newest: int) -> int:
+        """Slots that stay if as much of the newest pass, of `newest` tokens, is cropped as leaves no trace."""
+        return length - min(newest, self.window.undo)
 
-    def only_joins(self, n: int, length: int, evicted: int, pages: int, tail_start: int, awaits_fit: bool) -> bool:
+    def tail_start(self, length: int, evicted: int, pages: int, newest: int) -> int:
+        """The first slot that the dense tail must hold, after a pass of `newest` tokens.
+
+        Pages that were ripe before those tokens that can be undone leave it.
+        """
+        return self.page_start(min(self.ripe(self.not_undone(length, newest), evicted), pages))
+
+    def only_joins(
+        self,
+        n: int,
+        length: int,
+        evicted: int,
+        pages: int,
+        tail_start: int,
+        awaits_fit: bool,
+        newest: int | None = None,
+    ) -> bool:
         """Whether `n` new tokens only extend what is held: no page folds, and nothing leaves the tail.
 
-        If tokens fold one by one, a single token extends a page that is part full.
+        The last pass of them has `newest` tokens; None: they come in one pass. If tokens fold one by one, a single
+        token extends a page that is part full.
         """
         after = length - self.window.sinks
         if self.by_token:
             return n == 1 and after > 0 and after % self.page_size > 0
         if after < 0 or (not awaits_fit and self.ripe(length + n, evicted) > pages):
             return False
-        return self.tail_start(length + n, evicted, pages) <= tail_start
+        return self.tail_start(length + n, evicted, pages, newest or n) <= tail_start
 
     def reads(self, n: int, length: int, evicted: int, dense_start: int, causal: bool) -> tuple[list[int], list[int]]:
         """For each of the newest `n` tokens as a query: the slots at which it stops reading folded, and stops reading.

@@ -89,7 +89,7 @@ class TokenStore:
         -------
         int
             How many kept tokens continue with folded values, although they would be dense if the others had never
-            come (kvfold and centred formats, if more than the last 24 tokens go); 0 for none.
+            come (formats that fold by page, if more go than `Window.undo` of the newest pass); 0 for none.
         """
         if position < 0:
             raise ValueError(f"position = {position}: give 0 or more")

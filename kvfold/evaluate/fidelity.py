@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import exp
 from time import perf_counter
 from typing import Any
@@ -93,8 +94,8 @@ def read_in_lockstep(
 ) -> None:
     """Let the model read a text once with each cache, comparing the predictions as it goes.
 
-    A folded cache reads the same values at any chunk size, so this is what decoding token by token would read. No
-    chunk's logits are kept.
+    A folded cache reads the same values at any chunk size, so this is what decoding token by token would read. The last
+    token comes alone, so that caches then hold what they hold when decoding. No chunk's logits are kept.
 
     Parameters
     ----------
@@ -114,9 +115,9 @@ def read_in_lockstep(
         Called with the number of tokens read after each forward pass; they add up to
         T·(1 + number of folded caches).
     """
-    for start in range(0, ids.shape[1], chunk):
-        part = ids[:, start : start + chunk]
-        targets = ids[0, start + 1 : start + chunk + 1]
+    starts = [*range(0, ids.shape[1] - 1, chunk), ids.shape[1] - 1]
+    for start, stop in pairwise([*starts, ids.shape[1]]):
+        part, targets = ids[:, start:stop], ids[0, start + 1 : stop + 1]
         reference: Tensor | None = None
         for name, cache in {"dense": dense, **folded}.items():
             begin = perf_counter()

@@ -45,8 +45,8 @@ class Window:
     recent
         At least this many of the newest tokens: a page folds once this many tokens follow it.
     undo
-        How many more tokens must follow before the dense copy of a folded page is dropped. A cache can
-        be cropped by up to this many tokens (as speculative decoding does) and leave no trace.
+        How many tokens of the newest pass can be cropped (as speculative decoding does) and leave no trace. The dense
+        copies of pages that they fold are kept until the next pass.
     """
 
     sinks: int = 0
@@ -58,8 +58,8 @@ class Window:
             whole_field(self, name, most=LARGEST_WINDOW)
 
 
-PAGE_WINDOW = Window(sinks=16, recent=24, undo=UNDO)
-"""That of formats whose channels have a scale of their own in each page."""
+PAGE_WINDOW = Window(sinks=16, recent=47, undo=UNDO)
+"""That of formats whose channels have a centre or scale of their own in each page."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvfold.formats.base import UNDO, Window
+from kvfold.formats.base import PAGE_WINDOW, Window
 from kvfold.formats.rotated import Rotated
 
 
@@ -24,4 +24,4 @@ class Centred(Rotated):
 
     @property
     def window(self) -> Window:
-        return Window(sinks=16, recent=16, undo=UNDO)
+        return PAGE_WINDOW

@@ -5,6 +5,7 @@ Functions import their package themselves: each package is installed in an envir
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from protocol import Subject, held_bytes
@@ -70,6 +71,34 @@ def kvfold(formats: list[str]) -> Package:
         return Subject(cache)
 
     return Package("", tuple(Setting(name, "", lambda model, name=name: make(model, name)) for name in formats))
+
+
+def kvarn() -> Package:
+    """KVarN as kvfold folds it, with the same windows."""
+    return kvfold(["kvarn-4", "kvarn-3", "kvarn-2"])
+
+
+def oscar() -> Package:
+    """OSCAR as kvfold folds it, with the same windows, calibrated on the end of the standard text."""
+
+    @cache
+    def calibration(model: Any) -> Any:
+        from transformers import AutoTokenizer
+
+        import kvfold
+        from kvfold.evaluate import standard_text, text_passages
+
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        return kvfold.calibrate(model, text_passages(tokenizer, standard_text()[-24_000:], 1_024, 4))
+
+    def make(model: Any, name: str) -> Subject:
+        import kvfold
+
+        kvfold.attach(model)
+        return Subject(kvfold.FoldedCache(model.config, name, calibration=calibration(model)))
+
+    names = ("oscar-4", "oscar-3", "oscar-2")
+    return Package("", tuple(Setting(name, "", lambda model, name=name: make(model, name)) for name in names))
 
 
 def turboquant_pro() -> Package:
@@ -227,6 +256,8 @@ def turbo_attn() -> Package:
 
 
 RIVALS: dict[str, Callable[[], Package]] = {
+    "kvarn": kvarn,
+    "oscar": oscar,
     "turboquant-pro": turboquant_pro,
     "tiny-turboquant": tiny_turboquant,
     "turboquant-vllm": turboquant_vllm,

@@ -1,10 +1,11 @@
 """kvfold beside other packages that compress a KV cache: same model, same text, same protocol, bytes counted alike.
 
-    python benchmarks/quality/rivals/rivals.py [--context 2048] [--steps 64] [--offsets 0,40000] [--text FILE …]
-        [--formats kvfold-4,kvfold-3,kvfold-2,kvfold-1] [--rivals tqai,turbo-attn] [--threads 1] [--json FILE]
+    python benchmarks/quality/rivals/rivals.py [--model gemma3-270m] [--context 2048] [--steps 64] [--offsets 0,40000]
+        [--text FILE …] [--formats kvfold-4,kvfold-3,kvfold-2,kvfold-1] [--rivals tqai,turbo-attn] [--threads 1]
+        [--json FILE]
 
-The model is SmolLM2-135M in float32 (`kvfold.demo_model()`). Each passage's context is prefilled in one pass; then its
-next tokens come one at a time, whatever the model predicts. Figures are over those steps' predictions: KL(dense ||
+The model is SmolLM2-135M or another, in float32. Each passage's context is prefilled in one pass; then its next tokens
+come one at a time, whatever the model predicts. Figures are over those steps' predictions: KL(dense ||
 folded) in nats, the share where both put the same token first, the difference of perplexity. The dense ones come from a
 DynamicCache in the same protocol.
 
@@ -16,6 +17,8 @@ in a 16-bit model; a dense copy that lies beside the codes counts nothing. kvfol
 
 kvfold: of the formats that hold at most as many bytes as the rival, the one with the least KL, and whether that KL is
 below the rival's; once against held, once against at best.
+
+kvarn and oscar are those papers' codes, as formats of kvfold with its windows, and not packages of others.
 
 Each package gets a process and an environment under the user's cache folder, which shares torch and transformers with
 the Python that runs this (kvfold's own environment). ms/step is for information: one thread, and nothing is set up for
@@ -43,12 +46,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-import kvfold
 from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
 
-sys.path.append(str(Path(__file__).parents[2]))  # packages.py
+sys.path.append(str(Path(__file__).parents[2]))  # models.py, packages.py
+import models
 from packages import kept
 
 Row = dict[str, Any]
@@ -56,6 +59,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, or a model's folder")
     parser.add_argument("--context", type=int, default=2_048, help="tokens of the prefill")
     parser.add_argument("--steps", type=int, default=64, help="tokens decoded after it")
     parser.add_argument("--offsets", default="0,40000", help="where passages of the standard text start, in tokens")
@@ -83,7 +87,8 @@ def main() -> None:
         for name, each in packages.items():
             progress.update(task, description=name)
             job = {
-                "package": name, "formats": formats, "folder": folder, "context": args.context, "threads": args.threads
+                "package": name, "model": args.model, "formats": formats, "folder": folder, "context": args.context,
+                "threads": args.threads,
             }  # fmt: skip
             rows += run(name, each, job, lambda: progress.advance(task))
             done += calls * len(each.settings)
@@ -91,7 +96,7 @@ def main() -> None:
 
     values = rows[0]["held_bytes"] // 4  # of the dense cache, float32
     judge(rows, values)
-    print_table(rows, f"SmolLM2-135M, {len(passages)} × ({args.context:,} + {args.steps}) tokens")
+    print_table(rows, f"{args.model}, {len(passages)} × ({args.context:,} + {args.steps}) tokens")
     seconds = perf_counter() - begin
     Console(stderr=True).print(f"{seconds / 60:.1f} minutes")
     if args.json:
@@ -101,12 +106,12 @@ def main() -> None:
 
 def read_passages(args: argparse.Namespace) -> tuple[list[Tensor], dict[str, Any]]:
     """Token passages, (1, context + steps + 1) each, and what they are."""
-    tokenizer = kvfold.demo_model()[1]
+    tokenizer = models.load(args.model)[1]
     texts = [file.read_text() for file in args.text] if args.text else [standard_text()]
     offsets = [0] if args.text else [int(offset) for offset in args.offsets.split(",")]
     length = args.context + args.steps + 1
     passages = [passage for text in texts for passage in text_passages(tokenizer, text, length, 1, offsets)]
-    return passages, {"model": "smollm2", "text_sha": [text_sha256(text) for text in texts], "offsets": offsets}
+    return passages, {"model": args.model, "text_sha": [text_sha256(text) for text in texts], "offsets": offsets}
 
 
 def run(name: str, each: Package, job: dict[str, Any], step: Callable[[], None]) -> list[Row]:

@@ -2,8 +2,8 @@
 
     worker.py JOB.json
 
-The job names the package, the kvfold formats, the folder with `passages.pt` and the dense logits, and the context. Each
-line written is an event: {"step": 1}, or {"row": …}.
+The job names the package, the model, the kvfold formats, the folder with `passages.pt` and the dense logits, and the
+context. Each line written is an event: {"step": 1}, or {"row": …}.
 """
 
 import json
@@ -17,8 +17,10 @@ import torch
 from caches import Setting, package
 from protocol import decode
 
-import kvfold
 from kvfold.evaluate import FidelityMeter
+
+sys.path.append(str(Path(__file__).parents[2]))  # models.py
+import models
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
         print(json.dumps(event), file=events, flush=True)
 
     with redirect_stdout(sys.stderr):  # packages print, too
-        model, _ = kvfold.demo_model()
+        model, _ = models.load(job["model"])
         for setting in package(job["package"], job["formats"]).settings:
             about = {"package": job["package"], "name": setting.name, "nominal": setting.nominal}
             try:

@@ -85,8 +85,8 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         """Forget the newest `n` tokens; returns how many.
 
-        Up to `layer.undo` of them leave no trace, as speculative decoding wants it. Further back, tokens whose page had
-        folded go on from their folded values, and the log says so.
+        Up to `layer.undo` tokens of the newest pass leave no trace, as speculative decoding wants it. Further back,
+        tokens whose page had folded go on from their folded values, and the log says so.
         """
         if n < 0:
             raise ValueError(f"n = {n}: give a number of tokens to forget, 0 or more")
@@ -96,8 +96,8 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
         if lost and not self.passes.trace:
             self.passes.trace = True
             logger.warning(
-                "layer %d: trim by %d tokens goes back further than the %d that leave no trace: tokens whose page had "
-                "folded go on from their folded values", self.layer.index, n, self.layer.undo,
+                "layer %d: trim by %d tokens goes back further than what leaves no trace, up to %d of the newest pass: "
+                "tokens whose page had folded go on from their folded values", self.layer.index, n, self.layer.undo,
             )  # fmt: skip
         return n
 

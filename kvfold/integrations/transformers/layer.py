@@ -139,8 +139,8 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all but the first `keep` columns."""
         if self.folded.crop(keep):
             self.forward_pass.warn_once(
-                f"crop to {keep} tokens goes back further than the {self.folded.undo} tokens that leave no "
-                "trace: tokens whose page had folded go on from their folded values"
+                f"crop to {keep} tokens goes back further than what leaves no trace, up to {self.folded.undo} of the "
+                "newest pass: tokens whose page had folded go on from their folded values"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
