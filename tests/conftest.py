@@ -26,20 +26,14 @@ DATA = Path(__file__).parent / "data"
 SMALL = {"vocab_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2048, "pad_token_id": 0}
 
 
-def _llama() -> PreTrainedModel:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **SMALL, hidden_size=96, intermediate_size=128, num_attention_heads=6, num_key_value_heads=2, head_dim=64
-        )
-    )
+def _llama(**own: int) -> PreTrainedModel:
+    shape = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SMALL | shape | own), intermediate_size=128))
 
 
-def _qwen3() -> PreTrainedModel:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, head_dim=128
-        )
-    )
+def _qwen3(**own: int) -> PreTrainedModel:
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(SMALL | shape | own), intermediate_size=128))
 
 
 def _mistral() -> PreTrainedModel:
@@ -78,10 +72,11 @@ def _gemma2() -> PreTrainedModel:
     return transformers.Gemma2ForCausalLM(config)
 
 
-def _gemma3() -> PreTrainedModel:
+def _gemma3(**own: int) -> PreTrainedModel:
+    sizes = SMALL | own
     config = transformers.Gemma3TextConfig(
-        **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
-        sliding_window=48, layer_types=["sliding_attention", "full_attention"] * 2,
+        **sizes, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+        sliding_window=48, layer_types=["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2),
     )  # fmt: skip
     return transformers.Gemma3ForCausalLM(config)
 
@@ -97,7 +92,7 @@ def _gpt_oss() -> PreTrainedModel:
     return model
 
 
-ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": _llama,
     "qwen3": _qwen3,
     "mistral": _mistral,
@@ -108,14 +103,16 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def tiny_model(name: str) -> PreTrainedModel:
+def tiny_model(name: str, **own: int) -> PreTrainedModel:
     """A random model whose attention is sharp enough for the cache to matter.
+
+    `own` sizes are a Llama's, a Qwen 3's or a Gemma 3's.
 
     In float64: codes jump where a value crosses a boundary between levels, and float32's own rounding, which
     differs between a batch and a row or a chunk and a prompt, would now and then push one across.
     """
     torch.manual_seed(0)
-    model = ARCHITECTURES[name]().eval().double()
+    model = ARCHITECTURES[name](**own).eval().double()
     for key, weight in model.named_parameters():
         if "q_proj" in key or "k_proj" in key or "qkv_proj" in key:
             weight.mul_(8)
@@ -138,11 +135,11 @@ def latent_model() -> PreTrainedModel:
     return transformers.DeepseekV3ForCausalLM(config).eval()
 
 
-def model_that_computes_with_values() -> PreTrainedModel:
+def model_that_computes_with_values(layers: int = 2) -> PreTrainedModel:
     """A random DiffLlama, which splits cached values before its attention function gets them; not attached."""
     torch.manual_seed(0)
     config = transformers.DiffLlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, hidden_size=128, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     return transformers.DiffLlamaForCausalLM(config).eval()

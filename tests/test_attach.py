@@ -21,6 +21,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 import kvfold
 from kvfold import FoldedCache, Policy, StreamingLLM
 from kvfold.attention import reference
+from kvfold.cache.budgets import FEWEST
 from kvfold.formats import pair
 
 Ids = Callable[..., Tensor]
@@ -292,7 +293,7 @@ class TestFormatsThatWaitForQueries:
 
     @pytest.mark.parametrize("attached", [True, False])
     def test_do_not_wait_for_ever(self, random_ids: Ids, caplog: pytest.LogCaptureFixture, attached: bool) -> None:
-        model = model_that_computes_with_values()
+        model = model_that_computes_with_values(layers=FEWEST)
         if attached:
             assert kvfold.attach(model)
         cache = FoldedCache(model.config, "kvfold-4")
@@ -300,7 +301,7 @@ class TestFormatsThatWaitForQueries:
             for part in random_ids(1, 400).split(200, 1):
                 model(part, past_key_values=cache)
         pages = [layer.folded.groups[0].rows.keys.count for layer in cache.layers]
-        assert pages == [5, 5]  # of 400 tokens 16 are sinks and at least 24 recent
+        assert pages == [5] * FEWEST  # of 400 tokens 16 are sinks and at least 47 recent
         said = "does not show its queries" if attached else "Nor does the cache see queries"
         assert sum(said in record.message for record in caplog.records) == 1
 

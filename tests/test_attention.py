@@ -190,7 +190,7 @@ def test_dense_attention_with_soft_cap_and_sinks() -> None:
 
 def test_formats_reach_attention_unchanged() -> None:
     """The cache stores the very bytes that a format's own `fold` makes."""
-    _, key, value = _qkv(16 + 64 + 20, 1, 64, 64)
+    _, key, value = _qkv(16 + 64 + 60, 1, 64, 64)
     cache = LayerCache(LayerConfig("centred-4"))
     cache.append(key, value)
     rows = cache.groups[0].rows

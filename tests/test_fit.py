@@ -17,6 +17,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
 from kvfold.evaluate import FidelityMeter, read_in_lockstep
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window, get_format, get_formats
+from kvfold.formats.base import PAGE_WINDOW
 from kvfold.formats.channelwise import PATTERNS, spread_bits
 from kvfold.quant.transforms import ChannelOrder
 
@@ -205,7 +206,7 @@ def test_statistics_of_a_calibration(tmp_path: Path) -> None:
     loaded = kvfold.Calibration.load(path)
     assert loaded.about == {"model_type": "x"}
     cache = LayerCache(LayerConfig("kvfold-3", statistics=loaded.layers[3]))
-    _run(cache, query, key, value, [SINKS + 64 + 24])  # folds as soon as a page is ripe
+    _run(cache, query, key, value, [SINKS + 64 + PAGE_WINDOW.recent])  # folds as soon as a page is ripe
     assert cache.groups[0].rows.keys.count == 1
     assert torch.equal(_order(cache), known.order())
 

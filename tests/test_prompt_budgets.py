@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.attention import attend
-from kvfold.cache.budgets import NOISE, Item, PromptBudgets, Stream, choice, shrunk, spread
+from kvfold.cache.budgets import FEWEST, NOISE, Item, PromptBudgets, Stream, choice, shrunk, spread
 from kvfold.cache.calibration import Loss
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
@@ -35,11 +35,13 @@ COSTS = st.floats(1e-6, 1, allow_subnormal=False)
 
 
 @pytest.fixture
-def uneven(llama: PreTrainedModel) -> PreTrainedModel:
-    """A tiny Llama in which keys of two layers cost little, as attention is flat. Bits then depend on the prompt."""
-    for layer in llama.model.layers[1::2]:
+def uneven() -> PreTrainedModel:
+    """A tiny Llama in which keys of every second layer cost little, as attention is flat. Bits depend on the prompt."""
+    model = tiny_model("llama", num_hidden_layers=FEWEST + 2)
+    for layer in model.model.layers[1::2]:
         layer.self_attn.q_proj.weight.mul_(0.1)
-    return llama
+    assert kvfold.attach(model)
+    return model
 
 
 @pytest.fixture
@@ -267,10 +269,24 @@ def test_policies_keep_what_they_name(uneven: PreTrainedModel, random_ids: Ids) 
     uneven(random_ids(1, 300), past_key_values=cache)
     bits = _bits(cache)
     assert bits[1] == (3, 3)
-    assert bits[0][1] == bits[2][1] == 4
-    assert bits[0][0] + bits[2][0] == 6
+    others = [own for layer, own in enumerate(bits) if layer != 1]
+    assert {own[1] for own in others} == {4}
+    assert sum(own[0] for own in others) == 3 * FEWEST
+    assert len({own[0] for own in others}) > 1
     for format in ("turboquant-4", "float16"):
         assert all(layer.folded.config.budgets is None for layer in kvfold.FoldedCache(uneven.config, format).layers)
+
+
+def test_few_layers_keep_even_bits(uneven: PreTrainedModel, random_ids: Ids) -> None:
+    """Though they differ as much, and nothing waits for their queries."""
+    for dense, even in ((2, False), (3, True)):
+        policy = kvfold.Policy("kvfold-3", exceptions=[(layer, "dense") for layer in range(dense)])
+        cache = kvfold.FoldedCache(uneven.config, policy=policy)
+        uneven(random_ids(1, 300), past_key_values=cache)
+        assert (set(_bits(cache)) == {(3, 3)}) == even
+        folded = [layer.folded for layer in cache.layers if isinstance(layer, FoldedLayer)]
+        assert len(folded) == FEWEST + 2 - dense
+        assert all((layer.config.budgets is None) == even for layer in folded)
 
 
 @pytest.mark.parametrize("format", ["kvfold-1", "kvfold-5", "kvfold-8", "kvfold-5:kvfold-6"])
@@ -409,10 +425,11 @@ def test_damaged_bits_are_refused() -> None:
 
 
 def test_only_full_attention_takes_part(random_ids: Ids) -> None:
-    model = tiny_model("gemma3")
+    model = tiny_model("gemma3", num_hidden_layers=2 * FEWEST)
     kvfold.attach(model)
     cache = kvfold.FoldedCache(model.config, "kvfold-3")
     model(random_ids(1, 300), past_key_values=cache)
     bits = _bits(cache)
-    assert len(bits) == 2
-    assert sum(map(sum, bits)) == 12
+    assert len(bits) == FEWEST
+    assert sum(map(sum, bits)) == 6 * FEWEST
+    assert all(layer.folded.config.budgets is not None for layer in cache.layers[1::2])

@@ -721,7 +721,7 @@ class TestAbsurd:
             (lambda s: s.data["layer0"].update(columns=2**70), r"layer0.columns is \d+"),
             (lambda s: s.data["layer0"].update(shape=[2, 1, 64]), r"layer0.shape is \[2, 1, 64\]"),
             (lambda s: s.data["layer0"].update(shape=[2**31, 1, 64, 64]), r"layer0.shape is 2147483648"),
-            (lambda s: s.data["layer0"].update(shape=[2, 2, 64, 64]), "layer0.group0"),
+            (lambda s: s.data["layer0"].update(shape=[2, 2, 64, 64]), "layer0.shape is of 2 heads, and no"),
             (lambda s: s.data["layer0"].update(shape=None), "layer0.shape is missing"),
             (lambda s: s.data["layer0"].update(format="kvfold-9"), "bits go from 1 to 8"),
             (lambda s: s.data["layer0"].update(format="kvfold-2@1048576"), "pages of over"),

@@ -90,7 +90,7 @@ def test_steps_answer_as_others_do(format: str, dtype: torch.dtype) -> None:
 )
 def test_steps_heed_options(format: str, dtype: torch.dtype, options: dict[str, Any], steps: bool) -> None:
     pair = Pair(format, dtype, **options)
-    pair.token(n=300)
+    pair.token(n=300 if format == "tbq3" else 320)  # no page folds in what follows
     for _ in range(20):
         pair.token()
     assert pair.steps == 18 * steps  # all but the first two tokens, which make a step and a place for it

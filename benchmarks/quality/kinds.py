@@ -2,8 +2,8 @@
 
 Each passage is read once with a dense cache and once with each folded one, through the real cache and attention.
 "prompt" is what a cache does by itself. The calibration sees the language reference in Python's library, and none of
-the passages; it gives both statistics and each layer's loss. The repeated text says one sentence over and over. `bits`
-is what the cache held at the end of a passage, everything counted.
+the passages; it gives both statistics and each layer's loss. The repeated text says one sentence over and over, and is
+left out of the means. `bits` is what the layers that fold held at the end of a passage, everything counted.
 
     python benchmarks/quality/kinds.py [--model gemma3-270m] [--passage 4096] [--formats kvfold-3] [--json FILE]
 """
@@ -70,12 +70,13 @@ def main() -> None:
             reference = meters["dense"].result()
             for format, by in columns:
                 name = f"{format} {by}"
-                result = meters[name].result()
+                result, held = meters[name].result(), caches[name].report()
                 rows.append({
                     "model": args.model, "kind": kind, "text_sha": text_sha256(text), "passage": args.passage,
                     "passages": args.passages, "format": format, "statistics": by, "ppl_dense": reference.ppl,
                     "delta_ppl_pct": 100 * (result.ppl / reference.ppl - 1), "kl_mean": result.kl_mean,
-                    "kl_p99": result.kl_p99, "top1": result.top1, "bits_per_value": caches[name].bits_per_value(),
+                    "kl_p99": result.kl_p99, "top1": result.top1, "bits_per_value": held.bits_per_value,
+                    "folded_bits_per_value": held.folded_bits_per_value, "ratio_to_bf16": held.ratio_to_bf16,
                     "versions": versions(),
                 })  # fmt: skip
     table = Table(title=f"{args.model}, passages of {args.passage:,} tokens")
@@ -86,10 +87,13 @@ def main() -> None:
         first = same[0]
         cells = [
             cell for row in same for cell in
-            (f"{row['bits_per_value']:.2f}", f"{row['delta_ppl_pct']:+.2f} %", f"{row['kl_mean']:.4f}")
+            (f"{row['folded_bits_per_value']:.2f}", f"{row['delta_ppl_pct']:+.2f} %", f"{row['kl_mean']:.4f}")
         ]  # fmt: skip
         table.add_row(str(first["kind"]), f"{first['ppl_dense']:.2f}", str(first["format"]), *cells)
     Console().print(table)
+    for format, by in columns:
+        real = [row for row in rows if (row["format"], row["statistics"]) == (format, by) and row["kind"] != "repeated"]
+        print(f"{format}, {by}: mean KL {sum(row['kl_mean'] for row in real) / len(real):.5f}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

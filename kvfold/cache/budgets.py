@@ -33,7 +33,11 @@ NOISE = 0.15
 """The variance of ln(cost) over a model's sides that says nothing about losses: (1 − the slope of ln(loss) on ln(cost))
 · the whole variance. SmolLM2 has .2 to .6, by the text, and Gemma 3 270M −.2 to 1.2
 (benchmarks/quality/prompt_budgets.py). Less than half of that is best for SmolLM2, whose costs err most where the
-losses are small, and leaves Gemma nearly always even."""
+losses are small."""
+
+FEWEST = 6
+"""Fewest folding layers whose costs are believed at all: fewer do not tell how much of their differences is chance.
+Three, in Gemma 3 270M, lost by it, and SmolLM2's thirty gain."""
 
 ALIKE = 8
 """How many layers without real differences are taken for granted beside those seen. So a few layers whose costs differ
@@ -216,8 +220,8 @@ def prompt_budgets(
     """Budgets of those `folding` layers that have no exception in the policy; None if no layer takes part.
 
     With a calibration none does: layers are fitted before the first token. Nor do layers whose keys are of another
-    family than kvfold's: most of those fold token by token, from the first on. Nor is there anything to decide where no
-    bit can move between sides, as in kvfold-1, and in kvfold-5 and above.
+    family than kvfold's: most of those fold token by token, from the first on. Nor do fewer than `FEWEST` layers. Nor
+    is there anything to decide where no bit can move between sides, as in kvfold-1, and in kvfold-5 and above.
     """
     if not policy.budgets or calibration is not None:
         return None
@@ -229,4 +233,5 @@ def prompt_budgets(
         if 0 in bits_in(names):
             formats[layer] = names
     asked = {bits for names in formats.values() for bits in bits_in(names).values()}
-    return PromptBudgets(formats) if any(choice(bits)[0] < bits for bits in asked) else None
+    decides = len(formats) >= FEWEST and any(choice(bits)[0] < bits for bits in asked)
+    return PromptBudgets(formats) if decides else None
