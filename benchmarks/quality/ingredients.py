@@ -40,6 +40,7 @@ from kvfold.quant import scales
 from kvfold.quant.affine import closest_affine
 from kvfold.quant.codebooks import flat_levels, gaussian_levels
 from kvfold.quant.nearest import nearest_level
+from kvfold.quant.packing import Lanes
 from kvfold.quant.spectral import spectral_rotation
 from kvfold.quant.transforms import orthogonal
 
@@ -54,17 +55,11 @@ Codec = Callable[[Tensor, Tensor], Tensor]
 """(x, queries) to x̂: x is (heads, T, D), queries (heads, all that read them, D)."""
 
 
-def named(name: str, x: Tensor, q: Tensor) -> Tensor:
-    """A format of the package, fitted if it is one that is."""
-    fmt = kvfold.get_format(name, x.shape[-1])
+def named(name: str, x: Tensor, q: Tensor, *, lanes: Lanes = "tokens") -> Tensor:
+    """A format of the package, fitted if it is one that is; as it folds keys, or values ("channels")."""
+    fmt = kvfold.get_format(name, x.shape[-1], lanes=lanes)
     if fmt.awaits_fit:
         fmt = fmt.fitted(_statistics(x, q))
-    return fmt.unfold(fmt.fold(x))
-
-
-def named_values(name: str, x: Tensor, q: Tensor) -> Tensor:
-    """A format of the package as it folds values."""
-    fmt = kvfold.get_format(name, x.shape[-1], lanes="channels")
     return fmt.unfold(fmt.fold(x))
 
 
@@ -194,7 +189,7 @@ def value_rows(bits: int) -> dict[str, Codec]:
         "Hadamard, exact norms": partial(rotated, bits, "matched"),
         "Hadamard, EDEN scale (kvfold)": partial(named, f"hadamard-{bits}"),
         "… around page centres (+.25 bits)": partial(named, f"centred-{bits}"),
-        "KVarN (+.5 bits)": partial(named_values, f"kvarn-{bits}"),
+        "KVarN (+.5 bits)": partial(named, f"kvarn-{bits}", lanes="channels"),
         "scale a channel and page": partial(per_channel, bits, tried=8, flat=True, middle=True),
         "KLT, more bits for larger variance": partial(
             per_channel, bits, tried=8, flat=True, middle=True, klt="plain", spread=True

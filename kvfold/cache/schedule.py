@@ -74,15 +74,9 @@ class Schedule:
         return self.page_start(min(self.ripe(self.not_undone(length, newest), evicted), pages))
 
     def only_joins(
-        self,
-        n: int,
-        length: int,
-        evicted: int,
-        pages: int,
-        tail_start: int,
-        awaits_fit: bool,
+        self, n: int, length: int, evicted: int, pages: int, tail_start: int, awaits_fit: bool,
         newest: int | None = None,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Whether `n` new tokens only extend what is held: no page folds, and nothing leaves the tail.
 
         The last pass of them has `newest` tokens; None: they come in one pass. If tokens fold one by one, a single

@@ -262,6 +262,18 @@ class Format(ABC):
         return sum(t.nbytes for name, t in page.tensors() if name in ("centre", "channel_scale"))
 
 
+class ByPage(Format):
+    """A format that folds whole pages, whose first and newest tokens stay dense."""
+
+    @property
+    def window(self) -> Window:
+        return PAGE_WINDOW
+
+    @property
+    def folds_by_token(self) -> bool:
+        return False
+
+
 def pad_tokens(tokens: TokenCodes, before: int, after: int) -> TokenCodes:
     """Add all-zero tokens before and after."""
     return tokens.map_tokens(lambda t: pad(t, (0, 0, before, after)))

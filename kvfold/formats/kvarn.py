@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import PAGE_WINDOW, Format, Window
+from kvfold.formats.base import ByPage
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.quant.balance import balance
 from kvfold.quant.transforms import orthogonal
@@ -16,7 +16,7 @@ ROUNDS = 16
 
 
 @dataclass(frozen=True)
-class KVarN(Format):
+class KVarN(ByPage):
     """A page is rotated, and brought to equal deviations of tokens and of channels. Codes are evenly spaced.
 
     With s and S of `kvfold.quant.balance`, and y = R·x / (s·S), the codes of keys span each channel's range over the
@@ -28,14 +28,6 @@ class KVarN(Format):
 
     summary = "Evenly spaced codes of pages with equal deviations of tokens and channels, Hadamard rotation"
     source = "KVarN, arXiv 2606.03458"
-
-    @property
-    def window(self) -> Window:
-        return PAGE_WINDOW
-
-    @property
-    def folds_by_token(self) -> bool:
-        return False
 
     @property
     def _middle(self) -> float:

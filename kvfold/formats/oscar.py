@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.formats.base import PAGE_WINDOW, Format, Window
+from kvfold.formats.base import ByPage
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.quant.spectral import bit_reversed, hadamard
@@ -25,7 +25,7 @@ on SmolLM2 it raises KL from .0041 to .0107."""
 
 
 @dataclass(frozen=True)
-class Oscar(Format):
+class Oscar(ByPage):
     """x̂ = R⁻¹·(a[t,g] + s[t,g]·lut[code]) with one R a head, from a calibration, and codes that span a token's range.
 
     R spreads over all coordinates the directions that queries weigh, for keys, and that scores weigh, for values
@@ -41,14 +41,6 @@ class Oscar(Format):
 
     summary = "Evenly spaced codes of clipped ranges, rotations by what queries and scores weigh; needs a calibration"
     source = "OSCAR, arXiv 2605.17757"
-
-    @property
-    def window(self) -> Window:
-        return PAGE_WINDOW
-
-    @property
-    def folds_by_token(self) -> bool:
-        return False  # as sinks stay dense
 
     @property
     def needs_calibration(self) -> bool:

@@ -60,15 +60,14 @@ def dense() -> Package:
     return Package("", (Setting("DynamicCache", "32", make),))
 
 
-def kvfold(formats: list[str]) -> Package:
-    """kvfold's FoldedCache in an attached model."""
+def kvfold(formats: list[str], calibration: Callable[[Any], Any] = lambda model: None) -> Package:
+    """kvfold's FoldedCache in an attached model, by the prompt alone or by what `calibration` makes of the model."""
 
     def make(model: Any, name: str) -> Subject:
         import kvfold
 
         kvfold.attach(model)
-        cache = kvfold.FoldedCache(model.config, name)
-        return Subject(cache)
+        return Subject(kvfold.FoldedCache(model.config, name, calibration=calibration(model)))
 
     return Package("", tuple(Setting(name, "", lambda model, name=name: make(model, name)) for name in formats))
 
@@ -91,14 +90,7 @@ def oscar() -> Package:
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
         return kvfold.calibrate(model, text_passages(tokenizer, standard_text()[-24_000:], 1_024, 4))
 
-    def make(model: Any, name: str) -> Subject:
-        import kvfold
-
-        kvfold.attach(model)
-        return Subject(kvfold.FoldedCache(model.config, name, calibration=calibration(model)))
-
-    names = ("oscar-4", "oscar-3", "oscar-2")
-    return Package("", tuple(Setting(name, "", lambda model, name=name: make(model, name)) for name in names))
+    return kvfold(["oscar-4", "oscar-3", "oscar-2"], calibration)
 
 
 def turboquant_pro() -> Package:

@@ -180,7 +180,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         """Dense attention of whole prompts; adds their keys, values and queries to the statistics."""
         for first, stop in pairwise(starts):
             q, k, v = (x[first:stop].transpose(0, 1)[None] for x in (query, key, value))
-            self.observed.add(q, k, v)
+            self.observed.add(q, k, v if self.formats.needs_calibration else None)  # else nothing is rotated by them
             out = attend_dense(q, k, v, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks)
             output[first:stop] = out[0].transpose(0, 1)
         return output
