@@ -36,19 +36,22 @@ class PlanRow:
     """Sequences of the given context that fit."""
 
 
-def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize: float = 2.0) -> int:
+def held_bytes(
+    layers: Sequence[LayerShape], format: str, tokens: int, itemsize: float = 2.0, sliding: bool = False
+) -> int:
     """Bytes of one sequence's cache of `tokens` tokens; all is counted except states whose size is fixed.
 
     `format` is a format, keys:values, or one of `DENSE_DTYPES`. `itemsize` is how many bytes a value has in the dtype
     that the model computes in, and so in layers that do not fold; windows beside layers that fold are held in 16 bits.
+    `sliding` says whether windows fold, too (`kvfold.Policy`).
     Raises ValueError if a layer's shape is not known.
     """
     _check(layers)
-    total, tables, pairs = 0.0, {}, _formats_of(layers, format)
+    total, tables, pairs = 0.0, {}, _formats_of(layers, format, sliding)
     windows = min(itemsize, 2.0) if any(pairs) else itemsize
     for layer, pair in zip(layers, pairs, strict=True):
         if pair is not None:
-            total += layer.kv_heads * _folded_bytes(pair, tokens) + 8  # and the row's index
+            total += layer.kv_heads * _folded_bytes(pair, tokens, layer.window) + 8  # and the row's index
             if pair.awaits_fit:
                 total += _fit_bytes(pair, tokens, layer)
             if pair.needs_calibration:
@@ -58,15 +61,14 @@ def held_bytes(layers: Sequence[LayerShape], format: str, tokens: int, itemsize:
                 for tensor in (fmt.form.lut, *shared):
                     tables[id(tensor)] = tensor.nbytes
         else:
-            sliding = layer.kind == "sliding"
-            held = min(tokens, layer.window - 1) if sliding else tokens
-            total += held * layer.values_per_token * DENSE_DTYPES.get(format, windows if sliding else itemsize)
+            held = min(tokens, layer.window - 1) if layer.window else tokens
+            total += held * layer.values_per_token * DENSE_DTYPES.get(format, windows if layer.window else itemsize)
     return ceil(total) + sum(tables.values())
 
 
-def _formats_of(layers: Sequence[LayerShape], format: str) -> list[FormatPair | None]:
+def _formats_of(layers: Sequence[LayerShape], format: str, sliding: bool) -> list[FormatPair | None]:
     """The formats of each layer; None where it stays dense."""
-    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format), planned=True)
+    configs = {} if format in DENSE_DTYPES else layer_configs(layers, Policy(format, sliding=sliding), planned=True)
     return [configs[i].formats_of(*layer.folded_dims) if i in configs else None for i, layer in enumerate(layers)]
 
 
@@ -74,7 +76,7 @@ def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float =
     """Bytes that one more token takes in a long sequence: no windows, no tables."""
     _check(layers)
     total = 0.0
-    for layer, pair in zip(layers, _formats_of(layers, format), strict=True):
+    for layer, pair in zip(layers, _formats_of(layers, format, sliding=False), strict=True):
         if pair is not None:
             total += layer.kv_heads * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
         elif layer.kind != "sliding":
@@ -83,9 +85,16 @@ def bytes_per_token(layers: Sequence[LayerShape], format: str, itemsize: float =
 
 
 def plan(
-    layers: Sequence[LayerShape], formats: Sequence[str], memory: int, context: int, itemsize: float = 2.0
+    layers: Sequence[LayerShape],
+    formats: Sequence[str],
+    memory: int,
+    context: int,
+    itemsize: float = 2.0,
+    sliding: bool = False,
 ) -> list[PlanRow]:
-    """What fits into `memory` bytes with each format, for sequences of `context` tokens; `itemsize` as in `held_bytes`.
+    """What fits into `memory` bytes with each format, for sequences of `context` tokens.
+
+    `itemsize` and `sliding` are as in `held_bytes`.
 
     Raises ValueError if `context` is below 1, no layer grows with the text, or a layer's shape is not known.
     """
@@ -101,7 +110,8 @@ def plan(
         )
     rows = []
     for format in formats:
-        held, longest = held_bytes(layers, format, context, itemsize), _longest(layers, format, memory, itemsize)
+        held = held_bytes(layers, format, context, itemsize, sliding)
+        longest = _longest(layers, format, memory, itemsize, sliding)
         rows.append(PlanRow(format, bytes_per_token(layers, format, itemsize), held, longest, memory // held))
     return rows
 
@@ -118,12 +128,16 @@ def _check(layers: Sequence[LayerShape]) -> None:
             )
 
 
-def _folded_bytes(pair: FormatPair, tokens: int) -> float:
-    """One KV head's folded pages and dense windows, after a token that came alone."""
+def _folded_bytes(pair: FormatPair, tokens: int, width: int) -> float:
+    """One KV head's folded pages and dense tokens, after one that came alone; `width` is that of a sliding window."""
     schedule = Schedule.of(pair)
     pages, dense = schedule.pages(tokens), min(tail_capacity(tokens), pair.window.sinks)
     if not schedule.by_token:
-        dense += tail_capacity(max(tokens - schedule.tail_start(tokens, 0, pages, newest=1), 0))
+        tail_start = schedule.tail_start(tokens, 0, pages, newest=1)
+        dense += tail_capacity(max(tokens - tail_start, 0))
+        if width:
+            left = schedule.evictable(tokens, pages, tail_start, recent=width - 1 + pair.window.undo)
+            pages -= left // schedule.page_size
     page = schedule.page_size * (pair.keys.bytes_per_vector + pair.values.bytes_per_vector)
     return (pages + expected_room(pages)) * page + dense * pair.dense_channels * BESIDE_PAGES
 
@@ -147,12 +161,16 @@ def _calibrated_bytes(pair: FormatPair, layer: LayerShape) -> int:
     return 4 * layer.kv_heads * (3 * pair.keys.head_dim + sum(dim * dim for dim in rotated))
 
 
-def _longest(layers: Sequence[LayerShape], format: str, memory: int, itemsize: float) -> int:
+def _longest(layers: Sequence[LayerShape], format: str, memory: int, itemsize: float, sliding: bool) -> int:
     """The most tokens of one sequence that `memory` holds, found by bisection; 0 if none."""
+
+    def fits(tokens: int) -> bool:
+        return held_bytes(layers, format, tokens, itemsize, sliding) <= memory
+
     low, high = 0, 1
-    while held_bytes(layers, format, high, itemsize) <= memory:
+    while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if held_bytes(layers, format, middle, itemsize) <= memory else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -24,6 +24,7 @@ DATA = Path(__file__).parent / "data"
 """Texts of tests: frozen, as figures hang on them."""
 
 SMALL = {"vocab_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2048, "pad_token_id": 0}
+WINDOWED = SMALL | {"sliding_window": 48}
 
 
 def _llama(**own: int) -> PreTrainedModel:
@@ -64,27 +65,27 @@ def _phi3() -> PreTrainedModel:
     )
 
 
-def _gemma2() -> PreTrainedModel:
+def _gemma2(**own: int) -> PreTrainedModel:
     config = transformers.Gemma2Config(
-        **SMALL, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        sliding_window=48, attn_logit_softcapping=20.0,
+        **(WINDOWED | own), hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, attn_logit_softcapping=20.0,
     )  # fmt: skip
     return transformers.Gemma2ForCausalLM(config)
 
 
 def _gemma3(**own: int) -> PreTrainedModel:
-    sizes = SMALL | own
+    sizes = WINDOWED | own
     config = transformers.Gemma3TextConfig(
         **sizes, hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
-        sliding_window=48, layer_types=["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2),
+        layer_types=["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2),
     )  # fmt: skip
     return transformers.Gemma3ForCausalLM(config)
 
 
-def _gpt_oss() -> PreTrainedModel:
+def _gpt_oss(**own: int) -> PreTrainedModel:
     config = transformers.GptOssConfig(
-        **SMALL, hidden_size=128, intermediate_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-        num_local_experts=2, num_experts_per_tok=1, sliding_window=48, attention_dropout=0.0,
+        **(WINDOWED | own), hidden_size=128, intermediate_size=64, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, num_local_experts=2, num_experts_per_tok=1, attention_dropout=0.0,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     model = transformers.GptOssForCausalLM(config)
@@ -106,7 +107,7 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
 def tiny_model(name: str, **own: int) -> PreTrainedModel:
     """A random model whose attention is sharp enough for the cache to matter.
 
-    `own` sizes are a Llama's, a Qwen 3's or a Gemma 3's.
+    `own` sizes are those of a Llama, a Qwen 3, a gpt-oss, or a Gemma.
 
     In float64: codes jump where a value crosses a boundary between levels, and float32's own rounding, which
     differs between a batch and a row or a chunk and a prompt, would now and then push one across.

@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kvfold.attention import cpu, triton
 from kvfold.attention.backend import FASTEST, backend_of
+from kvfold.attention.windows import ending_mask, sliding_mask
 from kvfold.cache.batch import Appended
 from kvfold.cache.rows import FoldedRows
 from kvfold.formats import FormatPair
@@ -41,8 +42,10 @@ def attend(
     scaling
         Factor on the scores, usually key_dim**-0.5.
     mask
-        None for causal attention. Otherwise (batch or 1, heads or 1, n, columns): bool, True where a query may attend;
-        or floating point, added to the scores. It then decides alone, causality included.
+        None for causal attention, within the window if the layer has one. Otherwise (batch or 1, heads or 1, n,
+        columns): bool, True where a query may attend; or floating point, added to the scores. It then decides alone,
+        causality included. In a layer with a sliding window, the columns may be the last ones only; none before them is
+        read.
     softcap
         If given, scores become softcap·tanh(score / softcap), before the mask.
     sink_logits
@@ -71,6 +74,8 @@ def attend(
         )
     if backend is not None:
         backend_of(backend)  # raises if there is none
+    if mask is None and new.layer.config.sliding:
+        mask = sliding_mask(new, query.device)
     if new.is_step and mask is None and sink_logits is None and (backend is None or backend == "cpu"):
         rows = new.layer.groups[0].rows
         if rows.step is not None:
@@ -103,8 +108,12 @@ def _attend(
         own_mask = None
         if mask is not None:
             own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, group.batch_rows)
-            own_mask = own_mask[:, :, skip:, group.padding : new.first_column + new.columns]
-            own_mask = _of_slots(own_mask, group.rows, query.shape[1])
+            own_mask = own_mask[:, :, skip:]
+            if new.layer.config.sliding:  # what a window leaves behind, all heads forget alike
+                own_mask = ending_mask(own_mask, group.rows.length)
+            else:
+                own_mask = own_mask[..., group.padding : new.first_column + new.columns]
+                own_mask = _of_slots(own_mask, group.rows, query.shape[1])
         chosen = backend or _fastest(query, group.rows, mask)
         run = backend_of(chosen)
         if backend is not None and (why := run.why_not(query, group.rows, mask)) is not None:

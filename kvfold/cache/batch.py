@@ -163,11 +163,24 @@ class HeldLayer(ABC):
             what = f"{what.partition(':')[0]}; {self.config.kept_dense}"
         return ValueError(f"layer {self.index}: {what}")
 
+    def window_start(self, columns: int) -> int:
+        """The first column that tokens after the first `columns` read: 0 unless the layer has a sliding window."""
+        return max(columns - self.config.sliding + 1, 0) if self.config.sliding else 0
+
     def check_crop(self, columns: int) -> None:
-        """Raise ValueError if a crop to `columns` columns would go back to where tokens were evicted."""
+        """Raise ValueError if a crop to `columns` columns would go back to where tokens were evicted.
+
+        Raises RuntimeError, as layers of transformers do, if a sliding window has left behind what it would need again.
+        """
         whole_from = max(
             (group.padding + group.rows.whole_from for group in self.groups if group.rows.evicted), default=0
         )
+        if self.config.sliding and columns > 0 and self.window_start(columns) < whole_from:
+            raise RuntimeError(
+                f"layer {self.index}: crop to {columns} tokens, but its sliding window has left those before "
+                f"{whole_from} behind: crop by at most {self.undo} tokens, call activate_past_recording() before the "
+                "tokens come that are to go, or keep windows dense (sliding=False)"
+            )
         if 0 < columns < whole_from:
             raise ValueError(
                 f"layer {self.index}: crop to {columns} tokens, but tokens before {whole_from} were evicted, and which "
@@ -225,7 +238,8 @@ class HeldLayer(ABC):
     @property
     def value_count(self) -> int:
         """Numbers that a dense cache would hold for the tokens that came: keys and values, padding aside."""
-        return self._values_per_token * sum(group.count * group.rows.seen for group in self.groups)
+        most = self.config.sliding - 1 if self.config.sliding else self.columns
+        return self._values_per_token * sum(group.count * min(group.rows.seen, most) for group in self.groups)
 
     @property
     def _values_per_token(self) -> int:
@@ -243,8 +257,8 @@ class HeldLayer(ABC):
 
     @property
     def evicted_count(self) -> int:
-        """Tokens that each head has forgotten, summed over rows."""
-        return sum(group.count * group.rows.evicted for group in self.groups)
+        """Tokens that each head has forgotten, summed over rows; not those that a sliding window has left behind."""
+        return 0 if self.config.sliding else sum(group.count * group.rows.evicted for group in self.groups)
 
     def own(self) -> list[object]:
         """Objects that hold this layer's own tensors: pages, dense tokens, row indices."""

@@ -10,6 +10,7 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.cache.shape import LayerShape
 from kvfold.formats import FormatPair, KeyStatistics, Window, get_formats
+from kvfold.formats.base import PAGE_WINDOW
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class LayerConfig:
     # Whether a value is the first channels of its key, as in multi-head latent attention: it is held once.
     values_of_keys: bool = False
     sharpen: bool = False  # whether attention scales scores as the keys' format says (`Format.sharpness`)
+    # Width of the layer's sliding window: a query reads itself and the sliding - 1 tokens before it. 0: all of them.
+    sliding: int = 0
     # Decides this layer's bits by a sequence's first tokens; layers of a cache share one object. None: the layer has
     # its format's bits. Batch rows with equal padding get the same bits.
     budgets: PromptBudgets | None = None
@@ -111,13 +114,14 @@ def layer_configs(
     configs = {}
     for index, shape in enumerate(shapes):
         format = policy.format_of(index, len(shapes))
-        if format is None or not shape.folds:
+        if format is None or not _folds(shape, policy):
             continue
         config = LayerConfig(
-            format, index, dense_dtype, policy.window,
+            format, index, dense_dtype, policy.window if shape.kind != "sliding" else _without_sinks(policy.window),
             statistics=None if calibration is None else calibration.layers.get(index),
             values_of_keys=shape.kind == "latent" and shape.is_known,
             sharpen=sharpen,
+            sliding=shape.window,
             budgets=budgets if budgets is not None and index in budgets.formats else None,
         )  # fmt: skip
         if shape.is_known:
@@ -126,16 +130,27 @@ def layer_configs(
     return configs
 
 
+def _folds(shape: LayerShape, policy: Policy) -> bool:
+    """Whether a layer folds if the policy has a format for it."""
+    return shape.folds or (policy.sliding and shape.kind == "sliding")
+
+
+def _without_sinks(window: Window | None) -> Window:
+    """What stays dense in a sliding window, which leaves the first tokens behind; tokens fold by whole pages there."""
+    return replace(window or PAGE_WINDOW, sinks=0)
+
+
 def _check_exceptions(policy: Policy, shapes: Sequence[LayerShape]) -> None:
     """Raise ValueError if an exception folds a layer that cannot fold."""
     for index, shape in enumerate(shapes):
         format = policy.format_of(index, len(shapes))
-        if format is not None and not shape.folds and policy.is_exception(index, len(shapes)):
-            holds = "a sliding window" if shape.kind == "sliding" else "no keys and values that fold"
-            able = ", ".join(str(i) for i, other in enumerate(shapes) if other.folds) or "none"
+        if format is not None and not _folds(shape, policy) and policy.is_exception(index, len(shapes)):
+            able = ", ".join(str(i) for i, other in enumerate(shapes) if _folds(other, policy)) or "none"
+            holds, remedy = "no keys and values that fold", f"name layers that fold ({able})"
+            if shape.kind == "sliding":
+                holds, remedy = "a sliding window", f"{remedy}, or let windows fold, too: sliding=True"
             raise ValueError(
-                f"exceptions give layer {index} the format {format!r}, but it has {holds}, and stays dense: name "
-                f"layers that fold ({able})"
+                f"exceptions give layer {index} the format {format!r}, but it has {holds}, and stays dense: {remedy}"
             )
 
 
@@ -148,9 +163,14 @@ def _checked(
     """
     formats = config.formats_of(*shape.folded_dims)
     if formats.keys.turns_back:
+        if config.sliding:
+            raise ValueError(
+                f"layer {config.index}: {config.format!r} turns keys back by their places, which tokens that a sliding "
+                "window has left behind would shift: give another format, or keep windows dense (sliding=False)"
+            )
         config = replace(config, frequencies=frequencies(config.index, config.format))
         formats = config.formats_of(*shape.folded_dims)
-    if calibration is not None and formats.keys.awaits_fit and config.statistics is None:
+    if calibration is not None and formats.keys.awaits_fit and config.statistics is None and not config.sliding:
         raise ValueError(f"the calibration has no layer {config.index}: calibrate this model")
     if not planned:
         config.calibrated(formats, shape.kv_heads, shape.folded_dims[0])  # raises if it is of other keys, or missing

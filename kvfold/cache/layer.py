@@ -212,6 +212,15 @@ class LayerCache(HeldLayer):
         like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)
         vars(self).update(groups=kept, takes_steps=False, newest_queries=queries, _like=like, _fits=None)
 
+    def forget_outside(self) -> None:
+        """Free whole pages that a sliding window has left behind, and had before the newest `undo` tokens came."""
+        for group in self.groups:
+            rows = group.rows
+            pages = rows.evictable(self.config.sliding - 1 + self.undo) // rows.page_size
+            if pages:
+                none = torch.zeros(rows.batch, rows.kv_heads, pages, dtype=torch.bool, device=group.batch_rows.device)
+                rows.evict(none, by_page=True)
+
     # Going back
 
     def state(self) -> LayerState:
@@ -235,15 +244,20 @@ class LayerCache(HeldLayer):
 
     @in_no_mode
     def unfold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Dense keys and values of every column, (batch, kv_heads, columns, dim); padding reads as 0."""
+        """Dense keys and values of the columns that a new token may read, (batch, kv_heads, columns, dim).
+
+        These are all columns, or the last `sliding` - 1 if there is a sliding window. Padding reads as 0.
+        """
         assert self._like is not None
         if self.evicted_count:
             raise ValueError(
                 f"layer {self.index}: tokens were evicted, so there is no dense copy of all columns: read it with an "
                 "attached model (kvfold.attach)"
             )
-        out = [like.new_zeros(*like.shape[:2], self.columns, like.shape[3], dtype=dtype) for like in self._like]
+        columns = self.columns - self.window_start(self.columns)
+        out = [like.new_zeros(*like.shape[:2], columns, like.shape[3], dtype=dtype) for like in self._like]
         for group in self.groups:
+            first = max(columns - group.rows.length, 0)
             for target, source in zip(out, group.rows.unfold(), strict=True):
-                target[group.batch_rows, :, group.padding :] = source.to(dtype)
+                target[group.batch_rows, :, first:] = source[:, :, source.shape[2] - (columns - first) :].to(dtype)
         return out[0], out[1]

@@ -9,9 +9,7 @@ from kvfold.formats.numbers import LARGEST, truth, whole, whole_field
 
 @dataclass(frozen=True)
 class Policy:
-    """Formats of a model's full-attention layers.
-
-    Layers with a sliding window do not fold, whatever the policy: they hold the window's tokens dense.
+    """Formats of a model's layers.
 
     Attributes
     ----------
@@ -27,7 +25,11 @@ class Policy:
         What stays dense in folded layers, overriding their formats; tokens then fold by whole pages.
     budgets
         Whether bits of kvfold's formats differ by layer, with about the same total: by a calibration's losses, or else
-        by the prompt's first tokens, in kvfold-4 and below (docs/quality.md). Layers with an exception keep it.
+        by the prompt's first tokens, in kvfold-4 and below (docs/quality.md). Layers with an exception keep it, and
+        layers with a sliding window have the bits of their format.
+    sliding
+        Whether layers with a sliding window fold, too. If not, they hold the window's tokens dense. They keep no first
+        tokens dense, and forget whole pages that the window has left behind.
 
     Raises
     ------
@@ -42,6 +44,7 @@ class Policy:
     exceptions: Sequence[tuple[int, str]] = ()
     window: Window | None = None
     budgets: bool = True
+    sliding: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dense_first", "dense_last"):
@@ -51,6 +54,7 @@ class Policy:
         ):
             raise ValueError(f"exceptions = {self.exceptions!r}: give pairs of a layer and a format, [(0, 'dense')]")
         truth("budgets", self.budgets)
+        truth("sliding", self.sliding)
         numbered = ((whole("exceptions: layer", index, least=-LARGEST), format) for index, format in self.exceptions)
         object.__setattr__(self, "exceptions", tuple(numbered))
         if self.window is not None and not isinstance(self.window, Window):

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.calibration import Calibration
+from kvfold.cache.policy import Policy
 from kvfold.cli.options import (
     CalibrationFile,
     Dtype,
@@ -15,6 +16,7 @@ from kvfold.cli.options import (
     Json,
     Model,
     RuntimeName,
+    Sliding,
     TextFile,
     check_runtime,
     counted,
@@ -43,6 +45,7 @@ def evaluate(
     ] = None,
     dtype: Dtype = None,
     calibration: CalibrationFile = None,
+    sliding: Sliding = False,
     layers: Annotated[bool, typer.Option("--layers", help="Also print each layer's key and value error.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -63,11 +66,12 @@ def evaluate(
     network.attach()
     parts = text_passages(tokenizer, words, passage, passages, starts)
     with counted("reading", sum(part.shape[1] for part in parts) * (1 + len(names))) as read:
-        rows = evaluate_formats(network, parts, names, calibration=measured, progress=read)
+        policies = {name: Policy(name, sliding=sliding) for name in names}
+        rows = evaluate_formats(network, parts, policies, calibration=measured, progress=read)
     if as_json:
         about = {
             "model": model, "runtime": runtime, "text_sha": text_sha256(words), "passage": passage,
-            "calibrated": measured is not None,
+            "calibrated": measured is not None, "sliding": sliding,
         }  # fmt: skip
         return print_json([row.to_json(**about) for row in rows])
     _print(rows, model, layers)

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.calibration import NAMES, OPTIONAL
 from kvfold.cache.files.paths import check_output
+from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport
 from kvfold.cli.options import (
     DENSE,
@@ -24,6 +25,7 @@ from kvfold.cli.options import (
     Json,
     Model,
     RuntimeName,
+    Sliding,
     check_format,
     check_runtime,
     counted,
@@ -85,6 +87,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above, samples.")] = 0.0,
     dtype: Dtype = None,
     calibration: CalibrationFile = None,
+    sliding: Sliding = False,
     cache_file: CacheFile = None,
     replace: Replace = False,
     eviction: Tria = None,
@@ -123,7 +126,7 @@ def generate(
         raise ValueError(f"temperature = {temperature}: give 0, or {COLDEST:g} to {HOTTEST:g}")
     if replace and cache_file is None:
         raise ValueError("--replace, but no --cache: there is no file to replace")
-    policy = _policy(eviction, budget, cache_file)
+    evicts = _policy(eviction, budget, cache_file)
     limits = {"cache-limit-mb": cache_limit, "memory-limit-mb": memory_limit, "wired-limit-mb": wired_limit}
     check_runtime(runtime)
     for name, value, only in (
@@ -139,11 +142,13 @@ def generate(
         check_output(cache_file, "cache", (file, calibration, *sources_of(model)))
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
-    question = _Question(model, format, parts, max_new_tokens, temperature, weights, calibration, raw, as_json)
+    question = _Question(
+        model, Policy(format, sliding=sliding), parts, max_new_tokens, temperature, weights, calibration, raw, as_json
+    )
     if runtime == "mlx":
         ids, held, said, report = _by_mlx(question, [*limits.values()])
     else:
-        ids, held, said, report = _by_torch(question, policy, cache_file, replace)
+        ids, held, said, report = _by_torch(question, evicts, cache_file, replace)
     if as_json:
         row = {
             "model": model, "runtime": runtime, "format": format, "prompt_tokens": ids.shape[1], "reused_tokens": held,
@@ -177,7 +182,7 @@ class _Question:
     """A document and a prompt, or one of them, and how they are answered."""
 
     model: str
-    format: str
+    policy: Policy
     parts: Sequence[str]
     max_new_tokens: int
     temperature: float
@@ -195,11 +200,11 @@ _Answered = tuple[Tensor, int, Answer, CacheReport]
 """Tokens of the prompt, how many of them a file's cache held, the answer, and what the cache held at its end."""
 
 
-def _by_torch(question: _Question, policy: TriAttention | None, cache_file: Path | None, replace: bool) -> _Answered:
+def _by_torch(question: _Question, eviction: TriAttention | None, cache_file: Path | None, replace: bool) -> _Answered:
     network, tokenizer = load_model(question.model, question.dtype)
     ids = question.ids(tokenizer)
     attach(network)
-    cache = FoldedCache(network.config, question.format, calibration=question.calibration, eviction=policy)
+    cache = FoldedCache(network.config, policy=question.policy, calibration=question.calibration, eviction=eviction)
     if cache_file is not None:
         check_savable(cache.layers)
     if cache_file is not None and cache_file.exists():
@@ -224,7 +229,7 @@ def _by_mlx(question: _Question, limits: list[int | None]) -> _Answered:
     set_memory_limits(*limits)
     runtime, tokenizer = MlxRuntime.load(question.model, question.dtype)
     ids = question.ids(tokenizer)
-    cache = make_prompt_cache(runtime.model, question.format, calibration=question.calibration)
+    cache = make_prompt_cache(runtime.model, policy=question.policy, calibration=question.calibration)
     with token_progress() as progress:
         task = progress.add_task("reading the prompt", total=ids.shape[1])
 
@@ -277,8 +282,8 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> Folde
         )
         if own != wanted and not _same_formats(kept, asked):
             raise ValueError(
-                f"cache = {str(path)!r} is folded as {own}, and format = {wanted!r}: give that one's --format and "
-                "--calibration, or another --cache"
+                f"cache = {str(path)!r} is folded as {own}, and format = {wanted!r}: give that one's --format, "
+                "--calibration and --sliding, or another --cache"
             )
         if isinstance(kept, FoldedLayer) and not _alike(kept.folded.config.statistics, asked.folded.config.statistics):
             raise ValueError(

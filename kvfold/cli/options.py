@@ -41,6 +41,8 @@ RuntimeName = Annotated[
     str, typer.Option("--runtime", help=escape("torch, or mlx (pip install 'kvfold[mlx]'): what runs the model."))
 ]
 
+Sliding = Annotated[bool, typer.Option("--sliding", help="Fold layers with a sliding window, too.")]
+
 TextFile = Annotated[
     Path | None,
     typer.Option("--text", help="A UTF-8 text file; by default the language reference in Python's library."),

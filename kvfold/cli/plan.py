@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.cli.options import Dtype, Json, listed_formats, parse_dtype, print_json
+from kvfold.cli.options import Dtype, Json, Sliding, listed_formats, parse_dtype, print_json
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
@@ -39,6 +39,7 @@ def plan_command(
     formats: Annotated[str, typer.Option(help="Formats, keys:values, or dense dtypes, separated by commas.")] = (
         "bfloat16,float8,kvfold-4,turboquant-4,turboquant-3"
     ),
+    sliding: Sliding = False,
     plot: Annotated[Path | None, typer.Option(help="Draw bytes against context into this .png, .svg or .pdf.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -46,8 +47,8 @@ def plan_command(
 
     Held bytes count pages, scales, page metadata, dense windows and tables, as `FoldedCache.held_bytes` would, but for
     states of linear attention, whose size is fixed. Which layers fold is asked of the cache itself. Sliding-window
-    layers, and others that do not fold, are dense in the dtype that the model runs in; latent attention holds its
-    latents, folded once.
+    layers are dense unless --sliding is given; those that do not fold are dense in the dtype that the model runs in.
+    Latent attention holds its latents, folded once.
 
     kvfold plan --model ./my-model --memory 24GB --context 32768
 
@@ -59,22 +60,23 @@ def plan_command(
     whole("context", context, 1)
     shapes, evidence, own = _layers(model, layers, kv_heads, head_dim)
     runs_in = parse_dtype(dtype) or own or torch.bfloat16
-    rows = plan(shapes, names, room, context, runs_in.itemsize)
+    rows = plan(shapes, names, room, context, runs_in.itemsize, sliding)
     if plot is not None:
         contexts = [2**n for n in range(10, 18)]
-        held = {name: [held_bytes(shapes, name, n, runs_in.itemsize) for n in contexts] for name in names}
+        held = {name: [held_bytes(shapes, name, n, runs_in.itemsize, sliding) for n in contexts] for name in names}
         plots.save(plots.memory_by_context(contexts, held, room), plot)
     kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in KINDS}
     runs_as = str(runs_in).removeprefix("torch.")
     if as_json:
-        about = {"model": model, "memory": room, "context": context, "dtype": runs_as, "layers": kinds}
+        about = {"model": model, "memory": room, "context": context, "dtype": runs_as, "sliding": sliding}
+        about["layers"] = kinds
         return print_json(about | {"head_dim": evidence, "rows": [asdict(row) for row in rows]})
     console = Console()
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     console.print(f"layers: {counted}", highlight=False)
     if evidence:
         console.print(f"head_dim: {'; '.join(evidence)}", highlight=False)
-    if kinds["sliding"] or kinds["dense"]:
+    if (kinds["sliding"] and not sliding) or kinds["dense"]:
         console.print(f"layers that do not fold: {runs_as}", highlight=False)
     if not any(shape.folds for shape in shapes):
         console.print("no layer of this model folds: all formats hold the same", highlight=False)

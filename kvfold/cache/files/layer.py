@@ -37,6 +37,8 @@ def layer_to_saved(layer: HeldLayer) -> Contents:
             "groups": len(layer.groups),
         }
     )
+    if config.sliding:  # files of layers without a window do not have it
+        saved.data["sliding"] = config.sliding
     if statistics is not None:
         known = {name: getattr(statistics, name) for name in (*NAMES, *OPTIONAL)}
         saved.tensors = {name: tensor for name, tensor in known.items() if tensor is not None}
@@ -87,6 +89,7 @@ def _config_from_saved(saved: Contents, index: int) -> LayerConfig:
         format, index, dense_dtype, window, statistics, frequencies,
         values_of_keys=saved.take("values_of_keys", bool),
         sharpen=saved.take("sharpen", bool),
+        sliding=saved.number("sliding", 1) if "sliding" in saved.data else 0,
         budgets=PromptBudgets({index: format}) if saved.take("budgets", bool) else None,
     )  # fmt: skip
 
@@ -116,6 +119,8 @@ def _fill(layer: LayerCache, saved: Contents, groups: int) -> None:
         if not part.lacks("bits"):
             folds = config.formats_named(_names_of(config, part), key_dim, value_dim)
         rows = rows_from_saved(part, formats, folds, like, layer.columns - padding)
+        if config.sliding and padding + rows.evicted > layer.window_start(layer.columns):
+            raise ValueError(f"{part.where}evicted is {rows.evicted}, of tokens in a window of {config.sliding}")
         layer.groups.append(RowGroup(torch.tensor(own), padding, rows))
 
 

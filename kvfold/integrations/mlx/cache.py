@@ -47,8 +47,8 @@ def make_prompt_cache(
     Raises
     ------
     ValueError
-        On an unknown format, one that cannot take the model's head dimension, or a model that computes with cached keys
-        and values itself, as those with latent attention do.
+        On an unknown format, one that cannot take the model's head dimension, a policy that folds windows, or a model
+        that computes with cached keys and values itself, as those with latent attention do.
 
     Examples
     --------
@@ -57,6 +57,8 @@ def make_prompt_cache(
     >>> mlx_lm.generate(model, tokenizer, prompt, prompt_cache=cache)
     """
     policy = Policy.of(format, policy)
+    if policy.sliding:
+        raise ValueError("policy: sliding = True, but windows fold in torch only: leave it out, and they stay dense")
     layers = theirs.make_prompt_cache(model)
     measured = Calibration.of(calibration, None, len(layers))
     growing = [index for index, layer in enumerate(layers) if type(layer) is theirs.KVCache]

@@ -23,7 +23,7 @@ from kvfold.integrations.transformers.changes import batch_of, change_all, check
 from kvfold.integrations.transformers.evicting import check_once, for_model
 from kvfold.integrations.transformers.handle import appended_of
 from kvfold.integrations.transformers.latent import LatentLayer
-from kvfold.integrations.transformers.layer import FoldedLayer, ForwardPass
+from kvfold.integrations.transformers.layer import FoldedLayer, FoldedSlidingLayer, ForwardPass
 from kvfold.integrations.transformers.masks import where_allowed
 from kvfold.integrations.transformers.operator import await_attention, not_taken, number_of
 from kvfold.integrations.transformers.origin import Origin, check_kind
@@ -31,7 +31,7 @@ from kvfold.integrations.transformers.passes import Passes
 from kvfold.integrations.transformers.reporting import report_of
 from kvfold.integrations.transformers.rope import layer_frequencies
 from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_saved, cache_to_saved, held_by_layer
-from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
+from kvfold.integrations.transformers.shapes import cache_layers, check_shape, has_latents, layer_shapes
 from kvfold.integrations.transformers.states import WatchedStates
 from kvfold.integrations.transformers.window import only_the_window, rounded
 from kvfold.kernels.graphs import outside_graphs
@@ -45,7 +45,8 @@ class FoldedCache(WatchedStates):
     Pass it to a model's `forward` or `generate` as `cache` (`past_key_values` before transformers 5.24). After
     `kvfold.attach(model)`, attention reads it folded; otherwise it is unfolded at each read, which is right but slow.
 
-    Layers with a sliding window, linear attention, or no cache of their own are those of `DynamicCache`, dense.
+    Layers with a sliding window are dense unless the policy folds them (`Policy.sliding`). Layers with linear attention
+    or no cache of their own are those of `DynamicCache`, dense.
 
     Parameters
     ----------
@@ -120,7 +121,15 @@ class FoldedCache(WatchedStates):
         )  # fmt: skip
         for i, own in configs.items():
             shape, folded = self.shapes[i], LayerCache(own)
-            if shape.kind == "latent":
+            if shape.kind == "sliding":
+                if type(layers[i]) is not DynamicSlidingWindowLayer or has_latents(self.text_config):
+                    holds = "latents" if has_latents(self.text_config) else type(layers[i]).__name__
+                    raise ValueError(
+                        f"policy: sliding = True, but the sliding window of layer {i} is of {holds}, which does not "
+                        f"fold: keep it dense, exceptions=[({i}, 'dense')]"
+                    )
+                layers[i] = FoldedSlidingLayer(folded, self.forward_pass)
+            elif shape.kind == "latent":
                 layers[i] = LatentLayer(folded, self.forward_pass, rank=shape.key_dim, rope=shape.value_dim)
             else:
                 layers[i] = FoldedLayer(folded, self.forward_pass)
@@ -128,8 +137,8 @@ class FoldedCache(WatchedStates):
         if wanted and not any(isinstance(layer, FoldedLayer) for layer in layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             logger.warning(
-                "no layer of this %s config folds (its layers are %s), so this cache is dense: sliding-window and "
-                "linear attention are not folded",
+                "no layer of this %s config folds (its layers are %s), so this cache is dense: linear attention does "
+                "not fold, and sliding windows do if the policy says so (kvfold.Policy(format, sliding=True))",
                 self.text_config.model_type, kinds,
             )  # fmt: skip
         self.evictor: Evictor | None = None
@@ -143,6 +152,10 @@ class FoldedCache(WatchedStates):
 
     def _folded(self) -> list[LayerCache]:
         return [layer.folded for layer in self.layers if isinstance(layer, FoldedLayer)]
+
+    def _full(self) -> list[LayerCache]:
+        """Folded layers whose tokens read all earlier ones."""
+        return [layer for layer in self._folded() if not layer.config.sliding]
 
     def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of dense tokens that come as `dtype`; the same if no layer folds, as all is transformers' then."""
@@ -245,7 +258,7 @@ class FoldedCache(WatchedStates):
             self.forward_pass.wait_no_longer()
         # Choosing may fail, and then the pass is rolled back; what has been evicted cannot be.
         stays = begun and not broken and left is None
-        plan = self.evictor.due(self._folded()) if stays and self.evictor is not None else None
+        plan = self.evictor.due(self._full()) if stays and self.evictor is not None else None
         self.forward_pass.reads_folded, self.forward_pass.padding = False, None
         self.forward_pass.unread.clear()
         self.passes.end()
@@ -258,6 +271,10 @@ class FoldedCache(WatchedStates):
             )
         if self.evictor is not None and plan is not None:
             self.evictor.act(plan)
+        if stays:
+            for layer in self.layers:
+                if isinstance(layer, FoldedLayer):
+                    layer.forget_outside()
 
     def evict(self, policy: Eviction) -> None:
         """Let a policy act once, now: what folded layers hold beyond its budget goes, whatever its interval.
@@ -271,14 +288,14 @@ class FoldedCache(WatchedStates):
         self.passes.end_unended("made to forget tokens")
         check_once(_checked(policy), None if self.evictor is None else self.evictor.policy)
         evictor = self._evictor(policy)
-        evictor.act(evictor.plan(self._folded()))
+        evictor.act(evictor.plan(self._full()))
 
     def _evictor(self, policy: Eviction) -> Evictor:
-        return Evictor(for_model(policy, self.text_config, self.shapes, self._folded()))
+        return Evictor(for_model(policy, self.text_config, self.shapes, self._full()))
 
     def _evict_by(self, policy: Eviction) -> None:
         self.evictor = self._evictor(policy)
-        for layer in self._folded():
+        for layer in self._full():
             layer.keeps_queries = policy.asks_queries
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

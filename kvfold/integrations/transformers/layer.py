@@ -98,6 +98,7 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
         )
         past = self.folded.unfold(key_states.dtype) if self.folded.columns else None
         self.folded.observe(None, self.folded.append(key, value, self.forward_pass.padding))
+        self.forget_outside()
         if past is None:
             return key_states, value_states
         if self.folded.config.values_of_keys:
@@ -107,6 +108,9 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
     def as_stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values to fold, made from what the model gives."""
         return key_states, value_states
+
+    def forget_outside(self) -> None:
+        """Free what no later token reads: nothing, as each reads all."""
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""
@@ -163,3 +167,38 @@ class FoldedLayer(CacheLayerMixin):  # type: ignore[misc]
     def prefetch(self) -> None:
         """Not supported."""
         self.offload()
+
+
+class FoldedSlidingLayer(FoldedLayer):
+    """A folded layer whose tokens read a sliding window, with the mask that transformers makes for dense windows."""
+
+    is_sliding = True
+
+    def __init__(self, folded: LayerCache, forward_pass: ForwardPass) -> None:
+        super().__init__(folded, forward_pass)
+        self.record_past = False  # whether pages stay, whatever the window has left behind, until a crop
+
+    def activate_past_recording(self) -> None:
+        """Let pages stay until a crop, so that a draft of any length can be cropped."""
+        self.record_past = True
+
+    def forget_outside(self) -> None:
+        """Free pages that the window has left behind."""
+        if not self.record_past:
+            self.folded.forget_outside()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the columns that a mask must cover, as a dense window has them."""
+        start = self.folded.window_start(self.folded.columns)
+        return self.folded.columns - start + query_length, start
+
+    def get_max_length(self) -> int:
+        """Width of the window."""
+        return self.folded.config.sliding
+
+    get_max_cache_shape = get_max_length
+
+    def crop_to(self, keep: int) -> None:
+        """Forget all but the first `keep` columns, and what the window has left behind of these."""
+        super().crop_to(keep)
+        self.folded.forget_outside()

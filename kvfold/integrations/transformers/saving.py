@@ -18,7 +18,7 @@ from kvfold.cache.files.layer import layer_to_saved as folded_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.formats import DEFAULT, check_names
-from kvfold.integrations.transformers.layer import FoldedLayer
+from kvfold.integrations.transformers.layer import FoldedLayer, FoldedSlidingLayer
 from kvfold.integrations.transformers.origin import Origin
 from kvfold.integrations.transformers.shapes import check_shape
 
@@ -89,6 +89,8 @@ def layer_to_saved(layer: Any, index: int) -> Contents:
     kind = type(layer)
     if isinstance(layer, FoldedLayer):
         saved = folded_to_saved(layer.folded)
+        if isinstance(layer, FoldedSlidingLayer):
+            saved.data["record_past"] = layer.record_past
     elif kind in (DynamicLayer, DynamicSlidingWindowLayer):
         held = layer.is_initialized and layer.get_seq_length() > 0
         saved = Contents({"held": held}, {"keys": layer.keys, "values": layer.values} if held else {})
@@ -115,7 +117,11 @@ def layer_from_saved(layer: Any, saved: Contents, index: int) -> None:
     if name != type(layer).__name__:
         raise ValueError(f"layer {index} was a {name[:80]}, by this config it is a {type(layer).__name__}")
     if isinstance(layer, FoldedLayer):
-        layer.folded = folded_from_saved(saved, index)
+        if isinstance(layer, FoldedSlidingLayer):
+            layer.record_past = saved.take("record_past", bool)
+        width, layer.folded = layer.folded.config.sliding, folded_from_saved(saved, index)
+        if layer.folded.config.sliding != width:
+            raise ValueError(f"layer {index} has a window of {layer.folded.config.sliding}, by this config of {width}")
     elif isinstance(layer, DynamicLayer):
         _fill_dense(layer, saved)
     saved.done()
@@ -211,7 +217,8 @@ def cache_from_saved(saved: Contents, make: Callable[..., Any], config: PreTrain
             check_names(formats[i][1])
             formats[i] = i, DEFAULT
     try:
-        cache = make(own, policy=Policy(DEFAULT, exceptions=formats))
+        sliding = any(part.data.get("class") == FoldedSlidingLayer.__name__ for part in parts)
+        cache = make(own, policy=Policy(DEFAULT, exceptions=formats, sliding=sliding))
     except Exception as error:
         if config is not None or isinstance(error, ValueError):
             raise

@@ -79,8 +79,8 @@ def has_latents(config: PreTrainedConfig) -> bool:
 
 
 def check_shape(key: Tensor, shape: LayerShape, index: int, config: PreTrainedConfig) -> None:
-    """Raise ValueError if keys (batch, kv_heads, tokens, key_dim) are not those of a full layer of this config."""
-    if shape.kind != "full" or not shape.is_known or key.ndim != 4:
+    """Raise ValueError if keys (batch, kv_heads, tokens, key_dim) are not those of a layer of this config."""
+    if shape.kind not in ("full", "sliding") or not shape.is_known or key.ndim != 4:
         return
     if (key.shape[1], key.shape[3]) != (shape.kv_heads, shape.key_dim):
         raise ValueError(
