@@ -1,6 +1,6 @@
 """What a model still knows after its cache has forgotten half of the tokens, or three quarters, or one.
 
-SmolLM2 in bfloat16 reads a text into a cache that forgets nothing; copies of it each let one policy act, and go on.
+A model in bfloat16 reads a text into a cache that forgets nothing; copies of it each let one policy act, and go on.
 Parts:
 
   quality   perplexity and KL (beside the cache that forgot nothing) of the text's next tokens, and held memory
@@ -10,6 +10,7 @@ Parts:
   trigger   time of a trigger beside that of decoding the 128 tokens between two
 
     python benchmarks/eviction.py [--parts quality,needle] [--length 7900] [--json eviction.json] [--plot eviction.png]
+    python benchmarks/eviction.py --model gemma3-270m [--text code]
 """
 
 import argparse
@@ -38,7 +39,14 @@ from kvfold.cache.report import held_bytes
 from kvfold.evaluate import split_passages, standard_text
 from kvfold.evaluate.behaviour.loops import find_loop
 from kvfold.evaluate.behaviour.needle import PLACES
+from kvfold.evaluate.passages import opening
 from kvfold.eviction import Eviction
+from kvfold.integrations.transformers.layer import FoldedLayer
+from kvfold.integrations.transformers.prompt import prompt_ids
+
+sys.path.append(str(Path(__file__).parent / "quality"))  # texts.py
+import models
+import texts
 
 PARTS = ("quality", "needle", "long", "trigger")
 FORMATS = ("float16", "kvfold-4")
@@ -57,6 +65,10 @@ class Bench:
     ids: Tensor
     queries: QueryStatistics
     length: int
+
+    def passage(self, start: int, tokens: int) -> Tensor:
+        """Tokens of the text from `start` on, begun as the tokenizer begins a prompt."""
+        return split_passages(self.ids, tokens, 1, [start], opening(self.tokenizer))[0]
 
     def policies(self) -> dict[str, Callable[[int], Eviction]]:
         """By name, for a budget."""
@@ -95,13 +107,14 @@ def forget_queries(cache: FoldedCache) -> FoldedCache:
     """The cache without the queries that were kept for SnapKV, which would count as held."""
     cache.evictor = None
     for layer in cache.layers:
-        layer.folded.keeps_queries, layer.folded.newest_queries = 0, None
+        if isinstance(layer, FoldedLayer):
+            layer.folded.keeps_queries, layer.folded.newest_queries = 0, None
     return cache
 
 
 def quality(bench: Bench, format: str, step: Callable[[], None]) -> list[dict[str, Any]]:
     """Figures of one text under all policies."""
-    text = bench.ids[:, 30_000 : 30_000 + bench.length]
+    text = bench.passage(min(30_000, bench.ids.shape[1] - bench.length), bench.length)
     cache, more = bench.filled(text[:, :-NEXT], format), text[:, -NEXT:]
 
     def predict(cache: FoldedCache) -> Tensor:
@@ -137,7 +150,7 @@ def needle(
             )
             room = bench.length - sentence.shape[1] - question.shape[1]
             start, at = 11_000 * (repeat * len(depths) + number) % (bench.ids.shape[1] - room), round(depth * room)
-            hay = bench.ids[:, start : start + room]
+            hay, at = bench.passage(start, room), max(at, len(opening(bench.tokenizer)))
             cache = bench.filled(torch.cat((hay[:, :at], sentence, hay[:, at:]), 1), format)
 
             def recalled(cache: FoldedCache, question: Tensor = question, code: str = code) -> bool:
@@ -159,10 +172,7 @@ def needle(
 
 def long(bench: Bench, new_tokens: int, budget: int) -> list[dict[str, Any]]:
     """Long greedy generations."""
-    prompt = bench.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Write a very long story about a lighthouse keeper. Do not stop."}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    ).input_ids  # fmt: skip
+    prompt = prompt_ids(bench.tokenizer, "Write a very long story about a lighthouse keeper. Do not stop.")
     config, series = bench.model.config, {"statistics": bench.queries, "budget": budget}
     caches: dict[str, Callable[[], Any]] = {
         "dense": lambda: transformers.DynamicCache(config=config),
@@ -303,6 +313,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3-270m, or a model's folder")
+    parser.add_argument("--text", choices=("standard", *texts.SOURCES), default="standard", help="that is read")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="of the needle, 0 to 1")
@@ -319,12 +331,14 @@ def main() -> None:
     depths = [float(depth) for depth in args.depths.split(",")]
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts {args.parts}: choose from {', '.join(PARTS)}")
-    if not 1_000 <= args.length <= 8_192 - 16:
-        parser.error(f"--length {args.length}: give 1000 to 8176, as the model takes 8192 tokens")
-    model, tokenizer = kvfold.demo_model(torch.bfloat16)
+    model, tokenizer = kvfold.load_model(models.folder_of(args.model), torch.bfloat16)
+    most = model.config.max_position_embeddings
+    if not 1_000 <= args.length <= most - 16:
+        parser.error(f"--length {args.length}: give 1000 to {most - 16}, as the model takes {most} tokens")
     kvfold.attach(model)
-    ids = tokenizer(standard_text(), return_tensors="pt").input_ids
-    queries = kvfold.measure_queries(model, split_passages(ids[:, :20_000], 1_024, 4))
+    standard = tokenizer(standard_text(), return_tensors="pt").input_ids
+    queries = kvfold.measure_queries(model, split_passages(standard[:, :20_000], 1_024, 4, opening=opening(tokenizer)))
+    ids = standard if args.text == "standard" else tokenizer(texts.load(args.text), return_tensors="pt").input_ids
     bench = Bench(model, tokenizer, ids, queries, args.length)
     rows: list[dict[str, Any]] = []
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -334,8 +348,10 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
 
-    versions = {"kvfold": kvfold.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-                "machine": platform.processor() or platform.machine()}  # fmt: skip
+    versions = {
+        "kvfold": kvfold.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "machine": platform.processor() or platform.machine(), "model": args.model, "text": args.text,
+    }  # fmt: skip
     each = 1 + len(bench.policies()) * len(RETENTIONS)
     with Progress(console=Console(stderr=True)) as progress:
         for format in args.formats.split(","):
