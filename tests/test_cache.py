@@ -15,6 +15,7 @@ from kvfold.cache.report import held_bytes, walk_tensors
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.store import PageStore
 from kvfold.formats import get_format, get_formats
+from kvfold.formats.base import PAGE_WINDOW
 
 FORMATS = ["centred-4", "turboquant-4", "turboquant-4:centred-4"]
 
@@ -46,14 +47,15 @@ def test_how_tokens_come_does_not_matter(format: str, steps: list[int]) -> None:
 
 
 def test_dense_tokens_are_exact_and_folded_ones_are_not() -> None:
-    key, value = _kv(1, 330)
+    sinks, stop = PAGE_WINDOW.sinks, PAGE_WINDOW.sinks + 4 * 64
+    key, value = _kv(1, stop + PAGE_WINDOW.recent + 3)
     rows = _filled("centred-4", key, value).groups[0].rows
-    # Page 3 ends at 272 and is followed by 58 ≥ 48 tokens: folded, and dense still, as all came in one pass.
-    assert (rows.keys.count, rows.folded_stop, rows.dense.tail_start) == (4, 272, 208)
+    # The last page is followed by enough tokens: folded, and dense still, as all came in one pass.
+    assert (rows.keys.count, rows.folded_stop, rows.dense.tail_start) == (4, stop, stop - 64)
     for x, y in zip((key, value), rows.unfold(), strict=True):
-        assert torch.equal(x[:, :, :16], y[:, :, :16])
-        assert torch.equal(x[:, :, 272:], y[:, :, 272:])
-        error = (x - y)[:, :, 16:272].square().mean() / x.square().mean()
+        assert torch.equal(x[:, :, :sinks], y[:, :, :sinks])
+        assert torch.equal(x[:, :, stop:], y[:, :, stop:])
+        error = (x - y)[:, :, sinks:stop].square().mean() / x.square().mean()
         assert 0.005 < error < 0.02
 
 
@@ -85,7 +87,7 @@ def test_crop_into_a_page_goes_on_from_folded_values() -> None:
     key, value = _kv(1, 300)
     cache = _filled("centred-4", key, value)
     before = cache.unfold(torch.float32)
-    assert cache.crop(130) == 50  # page 1 covers 80 to 144; page 0 would be folded anyway
+    assert cache.crop(130) == 130 - PAGE_WINDOW.sinks - 64  # tokens of page 1; page 0 would be folded anyway
     after = cache.unfold(torch.float32)
     for x, y in zip(before, after, strict=True):
         torch.testing.assert_close(x[:, :, :130], y, atol=2e-3, rtol=1e-3)  # float16 of the unfolded
@@ -170,10 +172,10 @@ def test_held_bytes_walks_real_storages() -> None:
     base = torch.zeros(1000)
     table = torch.zeros(10)
     assert held_bytes([base[:1], base[500:]], {"t": table}, (table, table)) == 4000 + 40
-    key, value = _kv(1, 16 + 64 + 48)
+    key, value = _kv(1, tokens := PAGE_WINDOW.sinks + 64 + 56)
     rows = FoldedRows(get_formats("centred-4", 64, 64), kv_heads=2)
     rows.append(key, value, (torch.float32, torch.float32))
-    dense = 2 * 2 * (16 + 64 + 48) * 64 * 4  # keys and values, two heads, sinks and the tail, float32
+    dense = 2 * 2 * tokens * 64 * 4  # keys and values, two heads, sinks and the tail, float32
     page = 2 * 2 * (64 * (32 + 2) + 128)  # codes and scale a token, a centre
     tables = 64 * 64 * 4 + 64 * 4 + 2 * 4 * 16 * 4  # one shared rotation and its signs; a level table each
     assert held_bytes(rows) == dense + page + tables

@@ -15,13 +15,14 @@ from kvfold.cache.calibration import KIND
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
+from kvfold.cache.tail import TAIL_STEP
 from kvfold.evaluate import FidelityMeter, read_in_lockstep
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window, get_format, get_formats
 from kvfold.formats.base import PAGE_WINDOW
 from kvfold.formats.channelwise import PATTERNS, spread_bits
 from kvfold.quant.transforms import ChannelOrder
 
-D, SINKS = 64, 16
+D, SINKS = 64, PAGE_WINDOW.sinks
 
 
 def _qkv(tokens: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,12 +89,12 @@ def test_nothing_folds_before_the_statistics_are_complete() -> None:
         assert torch.equal(cache.unfold(torch.float32)[0], key[:, :, : cache.columns])
     _run(cache, query, key, value, [1])
     rows = cache.groups[0].rows
-    assert rows.keys.count == (FIT_TOKENS - SINKS - 24) // 64
+    assert rows.keys.count == (FIT_TOKENS - SINKS - PAGE_WINDOW.recent) // 64
     _run(cache, query, key, value, [100])
     assert rows.fit.energy is None  # forgotten once no crop without a trace can go back to it
     tail = rows.dense.tail
     assert tail is not None
-    assert tail[0].shape[2] < 64 + 24 + 24 + 16
+    assert tail[0].shape[2] < 64 + PAGE_WINDOW.recent + PAGE_WINDOW.undo + TAIL_STEP
 
 
 @pytest.mark.parametrize(("held", "back"), [(256, 24), (262, 20), (279, 24), (300, 24), (500, 24)])

@@ -25,6 +25,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.prompt_costs import EVERY, STAND_IN, count_sampled, far_errors, sampled
 from kvfold.evaluate import FidelityMeter, read_in_lockstep
 from kvfold.formats import FIT_TOKENS, Window, get_format
+from kvfold.formats.base import PAGE_WINDOW
 from kvfold.integrations.transformers.layer import FoldedLayer
 
 Demo = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -300,7 +301,10 @@ def test_where_no_bit_can_move_nothing_waits_for_it(uneven: PreTrainedModel, ran
 def test_queries_are_held_by_themselves() -> None:
     """And no longer than they are of use. The model's own query is not kept alive by a view."""
     layer = LayerCache(LayerConfig("kvfold-3", budgets=PromptBudgets({0: "kvfold-3"})))
-    for n, kept in ((18, 0), (200, 50), (60, 60), (24, None)):
+    sinks, held = PAGE_WINDOW.sinks, 0
+    for n in (sinks + 2, 200, 68, 24):
+        held += n
+        kept = None if held >= FIT_TOKENS + 24 else count_sampled(min(held, FIT_TOKENS), sinks)
         query, x = (_random(1, heads, n, 64).bfloat16() for heads in (4, 2))
         attend(query, layer.append(x, x), scaling=0.125)
         queries = layer.groups[0].rows.fit.queries
@@ -313,10 +317,11 @@ def test_queries_are_held_by_themselves() -> None:
 
 def test_a_crop_into_the_sinks_is_another_prompt(uneven: PreTrainedModel, random_ids: Ids) -> None:
     ids, fresh, cache = random_ids(1, 300), *(kvfold.FoldedCache(uneven.config, "kvfold-3") for _ in range(2))
-    expected = uneven(ids, past_key_values=fresh).logits[:, 10:]
-    uneven(torch.cat((ids[:, :10], random_ids(1, 400, seed=1)), 1), past_key_values=cache)
-    cache.crop(10)
-    got = uneven(ids[:, 10:], past_key_values=cache).logits
+    stays = PAGE_WINDOW.sinks
+    expected = uneven(ids, past_key_values=fresh).logits[:, stays:]
+    uneven(torch.cat((ids[:, :stays], random_ids(1, 400, seed=1)), 1), past_key_values=cache)
+    cache.crop(stays)
+    got = uneven(ids[:, stays:], past_key_values=cache).logits
     assert _bits(cache) == _bits(fresh)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 

@@ -34,7 +34,7 @@ from kvfold.cache.budgets import PromptBudgets
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.files import contents
 from kvfold.cache.files.contents import Contents, check, read, write
-from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
+from kvfold.cache.files.layer import OLDER_WINDOW, layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import walk_tensors
 from kvfold.formats import KeyStatistics, Window, pair
@@ -357,7 +357,7 @@ class TestFile:
         other = {
             "format": "kvfold-3", "index": 5, "dense_dtype": torch.float32, "window": Window(1, 2, 3),
             "statistics": KeyStatistics(*torch.rand(2, 2, 8)), "frequencies": (1.0, 0.5),
-            "budgets": PromptBudgets({5: "kvfold-3"}),
+            "sliding": 7, "budgets": PromptBudgets({5: "kvfold-3"}),
         }  # fmt: skip
         parameters = inspect.signature(LayerConfig).parameters.values()
         given = {p.name: other.get(p.name, True if p.default is False else None) for p in parameters}
@@ -958,3 +958,24 @@ def test_generate_reads_what_its_file_does_not_hold(small_folder: Path, tmp_path
     assert "the file is damaged" in damaged.stderr
     assert "Traceback" not in damaged.stderr
     assert "--cache" in _generate("--help").stdout
+
+
+@pytest.mark.parametrize("format", ["kvfold-4", "centred-4", "kvfold-4:turboquant-4", "turboquant-4"])
+def test_a_file_that_does_not_tell_its_window(format: str, tmp_path: Path) -> None:
+    """Older files do not. Then pages lie behind 16 first tokens; formats that fold by token have no window."""
+    key, value = torch.randn(2, 1, 2, 500, 64)
+    layer = LayerCache(LayerConfig(format, window=None if format == "turboquant-4" else OLDER_WINDOW))
+    for part in (slice(0, 450), slice(450, 500)):
+        layer.observe(None, layer.append(key[:, :, part], value[:, :, part]))
+    saved = layer_to_saved(layer)
+    assert (saved.data["window"] is None) == (format == "turboquant-4")
+    saved.data["window"] = None
+    loaded = layer_from_saved(saved)
+    for one, other in zip(loaded.unfold(torch.float32), layer.unfold(torch.float32), strict=True):
+        assert torch.equal(one, other)
+    new = torch.randn(1, 2, 100, 64)
+    for each in (layer, loaded):
+        each.observe(None, each.append(new, new))
+    assert torch.equal(loaded.unfold(torch.float32)[0], layer.unfold(torch.float32)[0])
+    saved = layer_to_saved(loaded)
+    assert saved.data["window"] == (None if format == "turboquant-4" else [16, 47, 24])

@@ -14,7 +14,7 @@ from kvfold.cache.held import HeldRows
 from kvfold.cache.prompt_costs import count_sampled, far_errors
 from kvfold.cache.report import LayerReport
 from kvfold.cache.spans import DenseSpan
-from kvfold.formats import FormatPair
+from kvfold.formats import FormatPair, Window
 from kvfold.formats.base import OutOfRange
 from kvfold.kernels.modes import in_no_mode
 
@@ -224,6 +224,11 @@ class HeldLayer(ABC):
     def batch(self) -> int:
         """Rows of the batch; 0 before the first token."""
         return 0 if self._like is None else self._like[0].shape[0]
+
+    @property
+    def window(self) -> Window | None:
+        """What stays dense around whole pages; None before the first token, and if tokens fold as they come."""
+        return None if self._formats is None or self._formats.folds_by_token else self._formats.window
 
     @property
     def undo(self) -> int:

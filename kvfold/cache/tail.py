@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfold.cache.spans import DenseSpan
 from kvfold.kernels.cpu.copy import copy_finite
 
-TAIL_STEP = 16
+TAIL_STEP = 8
 """The dense tail grows by this many tokens at a time."""
 
 Sides = tuple[Any, Any]

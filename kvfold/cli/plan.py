@@ -68,8 +68,9 @@ def plan_command(
     kinds = {kind: sum(shape.kind == kind for shape in shapes) for kind in KINDS}
     runs_as = str(runs_in).removeprefix("torch.")
     if as_json:
-        about = {"model": model, "memory": room, "context": context, "dtype": runs_as, "sliding": sliding}
-        about["layers"] = kinds
+        about = {
+            "model": model, "memory": room, "context": context, "dtype": runs_as, "sliding": sliding, "layers": kinds,
+        }  # fmt: skip
         return print_json(about | {"head_dim": evidence, "rows": [asdict(row) for row in rows]})
     console = Console()
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)

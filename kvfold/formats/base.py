@@ -58,7 +58,7 @@ class Window:
             whole_field(self, name, most=LARGEST_WINDOW)
 
 
-PAGE_WINDOW = Window(sinks=16, recent=47, undo=UNDO)
+PAGE_WINDOW = Window(sinks=8, recent=55, undo=UNDO)
 """That of formats whose channels have a centre or scale of their own in each page."""
 
 

@@ -1,5 +1,6 @@
 """A layer's cache as the contents of a file, and back."""
 
+from dataclasses import replace
 from math import isfinite
 
 import torch
@@ -12,6 +13,10 @@ from kvfold.cache.files.contents import FLOATS, Contents, dtype_name
 from kvfold.cache.files.rows import rows_from_saved, rows_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.formats import KeyStatistics, Window
+from kvfold.formats.base import PAGE_WINDOW
+
+OLDER_WINDOW = Window(sinks=16, recent=47, undo=24)
+"""In the place of `PAGE_WINDOW`, in files that do not tell what stays dense."""
 
 LARGEST_SAVED = 2**20
 """A file that has more rows or heads is refused before memory is allocated for it."""
@@ -20,7 +25,7 @@ LARGEST_SAVED = 2**20
 def layer_to_saved(layer: HeldLayer) -> Contents:
     """What a layer holds, without unused capacity, and all that it needs to continue."""
     config, shape, dtype = layer.config, layer.shape, layer.dtype
-    window, statistics = config.window, config.statistics
+    window, statistics = config.window or layer.window, config.statistics
     saved = Contents(
         {
             "format": config.format,
@@ -106,6 +111,8 @@ def _fill(layer: LayerCache, saved: Contents, groups: int) -> None:
     if config.stored_dtype(dtype) != dtype:
         raise ValueError(f"{saved.where}dtype is {dtype}, which dense_dtype = {config.dense_dtype} does not make")
     key, value = (torch.empty(batch, kv_heads, 0, dim, dtype=dtype) for dim in (key_dim, value_dim))
+    if config.window is None and config.formats_of(key_dim, value_dim).window == PAGE_WINDOW:
+        layer.config = config = replace(config, window=OLDER_WINDOW)
     formats = layer.begin(key, value)
     taken: set[int] = set()
     for number in range(groups):
