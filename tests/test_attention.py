@@ -12,6 +12,7 @@ from kvfold.attention.reference import page_outputs, page_scores
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.formats import get_format, get_formats
+from kvfold.formats.base import PAGE_WINDOW
 from kvfold.formats.page import PageForm, TokenCodes, level_table
 from kvfold.quant.transforms import Transform
 
@@ -190,13 +191,14 @@ def test_dense_attention_with_soft_cap_and_sinks() -> None:
 
 def test_formats_reach_attention_unchanged() -> None:
     """The cache stores the very bytes that a format's own `fold` makes."""
-    _, key, value = _qkv(16 + 64 + 60, 1, 64, 64)
+    first = PAGE_WINDOW.sinks
+    _, key, value = _qkv(first + 64 + PAGE_WINDOW.recent, 1, 64, 64)
     cache = LayerCache(LayerConfig("centred-4"))
     cache.append(key, value)
     rows = cache.groups[0].rows
     pair = get_formats("centred-4", 64, 64)
     for store, fmt, x in ((rows.keys, pair.keys, key), (rows.values, pair.values, value)):
-        own = fmt.fold(x[:, :, 16:80])
+        own = fmt.fold(x[:, :, first : first + 64])
         for (name, held), (_, fresh) in zip(store.pages().tensors(), own.tensors(), strict=True):
             assert torch.equal(held, fresh), name
     assert get_format("centred-4", 64) == pair.keys

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import kvfold
 from kvfold.formats import FORMATS, FormatPair, get_format, get_formats
+from kvfold.formats.base import PAGE_WINDOW
 from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table
 from kvfold.formats.turboquant import TurboQuant
 from kvfold.quant.balance import balance
@@ -184,7 +185,7 @@ def test_keys_and_values_compose() -> None:
     pair = get_formats("centred-4:turboquant-3", 192, 128)
     assert (pair.keys.bits, pair.keys.head_dim, pair.keys.lanes) == (4, 192, "tokens")
     assert (pair.values.bits, pair.values.head_dim, pair.values.lanes) == (3, 128, "channels")
-    assert pair.window.sinks == 16  # the wider window
+    assert pair.window == PAGE_WINDOW  # the wider window
     assert not pair.folds_by_token
     assert get_formats("turboquant-3", 64, 64) == FormatPair(
         get_format("turboquant-3", 64), get_format("turboquant-3", 64, lanes="channels")
