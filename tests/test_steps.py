@@ -14,7 +14,6 @@ from kvfold.cache.config import LayerConfig
 from kvfold.cache.files.layer import layer_from_saved, layer_to_saved
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import held_bytes
-from kvfold.cache.tail import TAIL_STEP
 from kvfold.formats import Window
 
 FORMATS = ("kvfold-4", "centred-4:turboquant-3", "turboquant-4", "turboquant-3@32:hadamard-2@32")
@@ -94,8 +93,7 @@ def test_steps_heed_options(format: str, dtype: torch.dtype, options: dict[str, 
     pair.token(n=300 if format == "tbq3" else 320)  # no page folds in what follows
     for _ in range(20):
         pair.token()
-    # All but the first two tokens, which make a step and a place for it, and those for which the tail grows.
-    assert pair.steps >= 20 - 2 - 20 // TAIL_STEP if steps else pair.steps == 0
+    assert pair.steps == 17 * steps  # all but two tokens, which make a step and a place for it, and one more place
 
 
 @pytest.mark.parametrize("format", FORMATS)

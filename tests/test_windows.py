@@ -185,20 +185,17 @@ def test_a_crop_into_what_the_window_left_is_refused(random_ids: Ids) -> None:
 
 def test_drafts_of_any_length_are_cropped_if_the_past_is_recorded(random_ids: Ids) -> None:
     model, ids = windowed(), random_ids(1, 500)
-    cache, never = folded(model), folded(model)
+    cache, never = folded(model, "float16"), folded(model, "float16")
     cache.activate_past_recording()
     read(model, ids[:, :400], cache, [400])
     cache.crop(0)
     held = [layer.groups[0].rows.length for layer in windows(cache)]
     read(model, random_ids(1, 90, seed=5), cache, [90])
     cache.crop(-90)
-    assert [layer.groups[0].rows.length for layer in windows(cache)] <= held
+    assert [layer.groups[0].rows.length for layer in windows(cache)] == held
     read(model, ids[:, :400], never, [400])
-    # Tokens that had folded go on from their folded values, as in layers without a window.
-    torch.testing.assert_close(
-        read(model, ids[:, 400:], cache, [100]).softmax(-1), read(model, ids[:, 400:], never, [100]).softmax(-1),
-        atol=0.2, rtol=0,
-    )  # fmt: skip
+    got, expected = (read(model, ids[:, 400:], each, [100]) for each in (cache, never))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.contract
@@ -255,10 +252,10 @@ def test_a_file_without_tokens_of_the_window_is_refused(random_ids: Ids, tmp_pat
     model = windowed()
     cache = folded(model, "turboquant-3")
     read(model, random_ids(1, 400), cache, [400])
-    cache.layers[0].folded.groups[0].rows.evicted += 64
-    cache.layers[0].folded.groups[0].rows.length -= 64
+    rows = cache.layers[0].folded.groups[0].rows
+    rows.evict(torch.zeros(rows.batch, rows.kv_heads, 1, dtype=torch.bool), by_page=True)
     cache.save(tmp_path / "a.kv")
-    with pytest.raises(ValueError, match=r"evicted is|pages is"):
+    with pytest.raises(ValueError, match="of tokens in a window of 150"):
         FoldedCache.load(tmp_path / "a.kv", model.config)
 
 

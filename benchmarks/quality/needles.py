@@ -67,7 +67,12 @@ def main() -> None:
     lengths = tuple(int(length) for length in args.lengths.split(","))
     cases = [case for seed in range(args.seeds) for case in Needle(lengths, repeats=1).cases(tokenizer, seed)]
     about = {"model": args.model, "versions": versions()}
-    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    rows: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        kept = json.loads(args.json.read_text())
+        if kept["model"] != args.model:
+            parser.error(f"--json {args.json} is of {kept['model']}: give another file")
+        rows = kept["rows"]
     done = {(row["case"], row["cache"]) for row in rows}
     with torch.no_grad(), Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("needles", total=len(cases) * len(caches))

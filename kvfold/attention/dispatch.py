@@ -121,6 +121,8 @@ def _attend(
         own_query = group.own(query, new.first_column)
         if new.layer.config.sharpen:
             counts = torch.arange(group.rows.length - own_query.shape[2], group.rows.length, device=query.device) + 1
+            if new.layer.config.sliding:
+                counts = counts.clamp(max=new.layer.config.sliding)
             factor = group.rows.formats.keys.sharpness(counts)
             assert factor is not None
             wide = torch.promote_types(own_query.dtype, torch.float32)  # 16 bits would round the factor away

@@ -13,7 +13,7 @@ def sliding_mask(new: Appended, device: torch.device) -> Tensor | None:
     causal attention over all columns is the same.
     """
     width, stop = new.layer.config.sliding, new.first_column + new.columns
-    if not width or stop <= width:
+    if stop <= width:
         return None
     key = torch.arange(new.layer.window_start(new.first_column), stop, device=device)
     query = torch.arange(new.first_column, stop, device=device).unsqueeze(1)

@@ -83,7 +83,8 @@ class LayerConfig:
     @property
     def kept_dense(self) -> str:
         """How to keep this layer dense, for messages."""
-        return f"keep this layer dense: policy=Policy({self.format!r}, exceptions=[({self.index}, 'dense')])"
+        windows = ", sliding=True" if self.sliding else ""
+        return f"keep this layer dense: policy=Policy({self.format!r}, exceptions=[({self.index}, 'dense')]{windows})"
 
 
 Frequencies = Callable[[int, str], tuple[float, ...] | None]
@@ -114,7 +115,7 @@ def layer_configs(
     configs = {}
     for index, shape in enumerate(shapes):
         format = policy.format_of(index, len(shapes))
-        if format is None or not _folds(shape, policy):
+        if format is None or not shape.may_fold(policy.sliding):
             continue
         config = LayerConfig(
             format, index, dense_dtype, policy.window if shape.kind != "sliding" else _without_sinks(policy.window),
@@ -130,22 +131,24 @@ def layer_configs(
     return configs
 
 
-def _folds(shape: LayerShape, policy: Policy) -> bool:
-    """Whether a layer folds if the policy has a format for it."""
-    return shape.folds or (policy.sliding and shape.kind == "sliding")
-
-
 def _without_sinks(window: Window | None) -> Window:
     """What stays dense in a sliding window, which leaves the first tokens behind; tokens fold by whole pages there."""
     return replace(window or PAGE_WINDOW, sinks=0)
 
 
 def _check_exceptions(policy: Policy, shapes: Sequence[LayerShape]) -> None:
-    """Raise ValueError if an exception folds a layer that cannot fold."""
+    """Raise ValueError if an exception folds a layer that cannot fold, or a window is to fold that cannot."""
     for index, shape in enumerate(shapes):
         format = policy.format_of(index, len(shapes))
-        if format is not None and not _folds(shape, policy) and policy.is_exception(index, len(shapes)):
-            able = ", ".join(str(i) for i, other in enumerate(shapes) if _folds(other, policy)) or "none"
+        if format is None or shape.may_fold(policy.sliding):
+            continue
+        if policy.sliding and shape.kind == "sliding":
+            raise ValueError(
+                f"policy: sliding = True, but the sliding window of layer {index} holds latents, or a state beside "
+                f"keys and values, and does not fold: keep it dense, exceptions=[({index}, 'dense')]"
+            )
+        if policy.is_exception(index, len(shapes)):
+            able = ", ".join(str(i) for i, other in enumerate(shapes) if other.may_fold(policy.sliding)) or "none"
             holds, remedy = "no keys and values that fold", f"name layers that fold ({able})"
             if shape.kind == "sliding":
                 holds, remedy = "a sliding window", f"{remedy}, or let windows fold, too: sliding=True"

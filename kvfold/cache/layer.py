@@ -212,6 +212,7 @@ class LayerCache(HeldLayer):
         like = tuple(t.new_empty(len(wanted), *t.shape[1:]) for t in self._like)
         vars(self).update(groups=kept, takes_steps=False, newest_queries=queries, _like=like, _fits=None)
 
+    @in_no_mode
     def forget_outside(self) -> None:
         """Free whole pages that a sliding window has left behind, and had before the newest `undo` tokens came."""
         for group in self.groups:

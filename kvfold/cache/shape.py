@@ -22,11 +22,16 @@ class LayerShape:
     window: int = 0  # width of a sliding window; 0 for the other kinds
     heads: int = 0  # query heads; 0 if the config does not tell them
     beside: int = 0  # numbers a token beside keys and values
+    plain: bool = True  # of a sliding window: whether it holds keys and values alone, so that it may fold
 
     @property
     def folds(self) -> bool:
         """Whether a cache can fold this layer."""
         return self.kind in ("full", "latent")
+
+    def may_fold(self, sliding: bool) -> bool:
+        """Whether a cache can fold this layer, `sliding` windows among them if they may."""
+        return self.folds or (sliding and self.kind == "sliding" and self.plain)
 
     @property
     def is_known(self) -> bool:

@@ -60,6 +60,8 @@ def evaluate(
     weights = parse_dtype(dtype)
     starts = None if offsets is None else listed_integers("offsets", offsets)
     check_runtime(runtime)
+    if sliding and runtime != "torch":
+        raise ValueError(f"sliding, and runtime = {runtime!r}: windows fold for runtime 'torch' only; leave one out")
     words = text_of(text)
     measured = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load_runtime(runtime, model, weights)

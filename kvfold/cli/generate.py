@@ -130,7 +130,8 @@ def generate(
     limits = {"cache-limit-mb": cache_limit, "memory-limit-mb": memory_limit, "wired-limit-mb": wired_limit}
     check_runtime(runtime)
     for name, value, only in (
-        ("cache", cache_file, "torch"), ("eviction", eviction, "torch"), *((*limit, "mlx") for limit in limits.items()),
+        ("cache", cache_file, "torch"), ("eviction", eviction, "torch"), ("sliding", sliding or None, "torch"),
+        *((*limit, "mlx") for limit in limits.items()),
     ):  # fmt: skip
         if value is not None and runtime != only:
             raise ValueError(f"{name} = {value}, and runtime = {runtime!r}: it is for runtime {only!r}; leave one out")

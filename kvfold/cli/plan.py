@@ -79,7 +79,7 @@ def plan_command(
         console.print(f"head_dim: {'; '.join(evidence)}", highlight=False)
     if (kinds["sliding"] and not sliding) or kinds["dense"]:
         console.print(f"layers that do not fold: {runs_as}", highlight=False)
-    if not any(shape.folds for shape in shapes):
+    if not any(shape.may_fold(sliding) for shape in shapes):
         console.print("no layer of this model folds: all formats hold the same", highlight=False)
     table = Table(title=f"{memory} of cache, {context:,} tokens each")
     for column in ("format", "bytes/token", "one sequence", "longest context", "users"):

@@ -31,7 +31,7 @@ from kvfold.integrations.transformers.passes import Passes
 from kvfold.integrations.transformers.reporting import report_of
 from kvfold.integrations.transformers.rope import layer_frequencies
 from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_saved, cache_to_saved, held_by_layer
-from kvfold.integrations.transformers.shapes import cache_layers, check_shape, has_latents, layer_shapes
+from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
 from kvfold.integrations.transformers.states import WatchedStates
 from kvfold.integrations.transformers.window import only_the_window, rounded
 from kvfold.kernels.graphs import outside_graphs
@@ -122,12 +122,6 @@ class FoldedCache(WatchedStates):
         for i, own in configs.items():
             shape, folded = self.shapes[i], LayerCache(own)
             if shape.kind == "sliding":
-                if type(layers[i]) is not DynamicSlidingWindowLayer or has_latents(self.text_config):
-                    holds = "latents" if has_latents(self.text_config) else type(layers[i]).__name__
-                    raise ValueError(
-                        f"policy: sliding = True, but the sliding window of layer {i} is of {holds}, which does not "
-                        f"fold: keep it dense, exceptions=[({i}, 'dense')]"
-                    )
                 layers[i] = FoldedSlidingLayer(folded, self.forward_pass)
             elif shape.kind == "latent":
                 layers[i] = LatentLayer(folded, self.forward_pass, rank=shape.key_dim, rope=shape.value_dim)

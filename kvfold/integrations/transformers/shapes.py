@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvfold.cache.shape import LayerShape
 
@@ -63,6 +64,8 @@ def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any] | None = None) 
         if (id(own), kind, window) not in known:
             known[id(own), kind, window] = _shape(own, kind, window)
         shape = known[id(own), kind, window]
+        if kind == "sliding":
+            shape = replace(shape, plain=type(layer) is DynamicSlidingWindowLayer and not has_latents(own))
         shapes.append(replace(shape, beside=0) if indexers[i] == "shared" else shape)
     return tuple(shapes)
 
