@@ -311,15 +311,55 @@ def test_attention_without_a_mask_reads_the_window() -> None:
     assert layer.groups[0].rows.evicted
 
 
-def test_commands(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Gemma 3 whose first layer has a window, with SmolLM2's tokenizer."""
+    folder = tmp_path_factory.mktemp("windowed")
+    _, tokenizer = kvfold.demo_model()
+    tokenizer.save_pretrained(folder)
     config = transformers.Gemma3TextConfig(
-        vocab_size=256, num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=2,
+        vocab_size=len(tokenizer), num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, sliding_window=600, layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    config.save_pretrained(folder)
-    asked = ("plan", "--model", str(folder), "--context", "1000", "--formats", "bfloat16,kvfold-4", "--json")
-    dense, with_windows = (json.loads(run_kvfold(*asked, *more).stdout) for more in ((), ("--sliding",)))
-    assert (dense["sliding"], with_windows["sliding"]) == (False, True)
-    assert dense["rows"][0] == with_windows["rows"][0]
-    assert with_windows["rows"][1]["held_bytes"] < 0.7 * dense["rows"][1]["held_bytes"]
+    torch.manual_seed(0)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("plan", "--context", "1000", "--formats", "kvfold-4"),
+        ("eval", "--passage", "1000", "--passages", "1", "--formats", "kvfold-4"),
+        ("generate", "--raw", "--prompt", "word " * 1000, "--max-new-tokens", "2", "--format", "kvfold-4"),
+    ],
+)
+def test_commands(folder: str, asked: tuple[str, ...]) -> None:
+    held = []
+    for more in ((), ("--sliding",)):
+        out = json.loads(run_kvfold(*asked, "--model", folder, "--json", *more).stdout)
+        row = out[0] if isinstance(out, list) else out.get("rows", [out])[0]
+        held.append(row["held_bytes"])
+    assert held[1] < 0.75 * held[0]
+
+
+@pytest.mark.parametrize("command", [("eval",), ("generate", "--prompt", "x")])
+def test_mlx_does_not_fold_windows(command: tuple[str, ...]) -> None:
+    """Said before a model is looked for."""
+    pytest.importorskip("mlx_lm")
+    refused = run_kvfold(*command, "--model", "nowhere", "--runtime", "mlx", "--sliding")
+    assert refused.returncode != 0
+    assert "sliding" in refused.stderr
+    assert "torch" in refused.stderr
+
+
+def test_windows_that_hold_more_are_refused_by_the_plan_too() -> None:
+    """Those of latents, here."""
+    config = transformers.Gemma3TextConfig(num_hidden_layers=2, head_dim=64)
+    config.kv_lora_rank, config.qk_rope_head_dim = 64, 16
+    for make in (
+        lambda: FoldedCache(config, policy=Policy("kvfold-4", sliding=True)),
+        lambda: held_bytes(layer_shapes(config), "kvfold-4", 100, sliding=True),
+    ):
+        with pytest.raises(ValueError, match=r"window of layer 0 holds latents.* exceptions=\[\(0, 'dense'\)\]"):
+            make()
