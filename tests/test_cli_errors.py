@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from trials import trials
 import kvfold
 from kvfold.cache.report import CacheReport, LayerReport
 from kvfold.cli import errors, main
-from kvfold.cli.app import app
+from kvfold.cli.app import COMMANDS, command
 from kvfold.cli.generate import _beside_bf16, _bits
 from kvfold.evaluate.records import held_cells
 
@@ -324,7 +325,7 @@ def test_each_kind_of_error(
     assert ("Traceback" in err) is (traceback and status != 130)
 
 
-@pytest.mark.parametrize("module", ["rich.console", "typer", "torch", "transformers", "kvfold.cli.sweep"])
+@pytest.mark.parametrize("module", ["rich.console", "typer", "torch", "transformers", "kvfold.cli.formats"])
 def test_an_interrupt_of_what_is_imported(module: str) -> None:
     script = (
         "import os, signal, sys\n"
@@ -343,14 +344,26 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors.run(["--version"]) == 0
     assert capsys.readouterr().out == f"kvfold {version('kvfold')}\n"
     assert kvfold.__version__ == version("kvfold")
-    script = "import sys; from kvfold.cli.errors import run; run(['--version']); sys.exit('torch' in sys.modules)"
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_needs_no_torch(option: str) -> None:
+    """Which takes seconds to import, while nothing is computed."""
+    script = f"import sys; from kvfold.cli.errors import run; run(['{option}']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_help_lists_commands_in_their_own_words() -> None:
+    listed = " ".join(re.sub("[│╭╮╰╯─]", " ", fuzz_cli.call(["--help"])[1]).split())
+    for name in COMMANDS:
+        words = (command(name).help or "").split("\n\n")[0].split()
+        assert f" {name} {' '.join(words)} " in f"{listed} ", name
 
 
 def test_help_shows_what_is_in_brackets() -> None:
     """Nothing of an option's help is taken for markup: [mlx] and its kin."""
-    command = typer.main.get_command(app)
-    for name, sub in command.commands.items():  # type: ignore[attr-defined]
+    for name in COMMANDS:
+        sub = command(name)
         shown = Console().render_str(sub.help or "").plain
         assert "".join(shown.split()) == "".join((sub.help or "").split()), name
         for option in sub.params:
