@@ -716,6 +716,10 @@ def formats(draw: Draw) -> list[str]:
     return draw.end([*options, *draw.flag("--blocks", 0.3), *draw.flag("--json")])
 
 
+def doctor(draw: Draw) -> list[str]:
+    return draw.end(draw.flag("--json"))
+
+
 def convert(draw: Draw) -> list[str]:
     place = draw.place
     first, second = draw.one(place.blocks), draw.one(place.blocks)
@@ -753,6 +757,7 @@ COMMANDS: dict[str, Callable[[Draw], list[str]]] = {
     "plan": plan,
     "formats": formats,
     "convert": convert,
+    "doctor": doctor,
 }
 
 

@@ -325,7 +325,7 @@ def test_each_kind_of_error(
     assert ("Traceback" in err) is (traceback and status != 130)
 
 
-@pytest.mark.parametrize("module", ["rich.console", "typer", "torch", "transformers", "kvfold.cli.formats"])
+@pytest.mark.parametrize("module", ["rich.console", "typer", "torch", "transformers", "kvfold.cli.plan"])
 def test_an_interrupt_of_what_is_imported(module: str) -> None:
     script = (
         "import os, signal, sys\n"
@@ -336,7 +336,7 @@ def test_an_interrupt_of_what_is_imported(module: str) -> None:
         "sys.meta_path.insert(0, Finder())\n"
         "from kvfold.cli import main; main()\n"
     )
-    run = subprocess.run([sys.executable, "-c", script, "formats"], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", script, "plan"], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
@@ -416,7 +416,7 @@ def test_letters_that_a_terminal_does_not_have() -> None:
 
 
 def test_json_has_no_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvfold.cli.options import print_json
+    from kvfold.cli.output import print_json
 
     print_json({"a": (float("nan"), [float("inf")], 1.5), "b": {"c": torch.inf}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, [None], 1.5], "b": {"c": None}}

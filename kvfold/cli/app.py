@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "plan_command",
     "formats": "formats",
     "convert": "convert",
+    "doctor": "doctor",
 }
 """Of each command, a module of this folder, the function that it is."""
 PASSES_OPTIONS_ON = {"serve": {"allow_extra_args": True, "ignore_unknown_options": True}}

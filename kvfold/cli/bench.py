@@ -12,16 +12,15 @@ from rich.table import Table
 from kvfold.cli.options import (
     Dtype,
     Formats,
-    Json,
     Model,
     TextFile,
     counted,
     formats_beside_dense,
     listed_integers,
     parse_dtype,
-    print_json,
     text_of,
 )
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate import plots
 from kvfold.evaluate.speed import SpeedRow, measure_speed
 from kvfold.formats.numbers import LARGEST, whole

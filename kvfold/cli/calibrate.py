@@ -13,7 +13,8 @@ from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
 from kvfold.cache.files.paths import check_output
 from kvfold.cache.policy import Policy
-from kvfold.cli.options import Dtype, Json, Model, TextFile, parse_dtype, print_json, text_of, token_progress
+from kvfold.cli.options import Dtype, Model, TextFile, parse_dtype, text_of, token_progress
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate import text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats.numbers import LARGEST

@@ -7,7 +7,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.cli.options import Format, Json, Model, TextFile, check_format, counted, print_json, text_of
+from kvfold.cli.options import Format, Model, TextFile, check_format, counted, text_of
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate.compare import COLUMNS, Executor, cells
 from kvfold.evaluate.compare import compare as compare_executors
 from kvfold.evaluate.passages import text_passages

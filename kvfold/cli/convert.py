@@ -11,7 +11,7 @@ from rich.progress import track
 from torch import Tensor
 
 from kvfold.cache.files.paths import check_input, check_output, replacing
-from kvfold.cli.options import Json, print_json
+from kvfold.cli.output import Json, print_json
 from kvfold.formats import get_format
 from kvfold.formats.base import MAX_HEAD_DIM
 from kvfold.formats.before_rope import BASE, frequencies_of

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from kvfold.cache.report import DERIVED, CacheReport, walk_tensors
-from kvfold.cli.options import Json, Model, counted, formats_beside_dense, parse_dtype, print_json
+from kvfold.cli.options import Model, counted, formats_beside_dense, parse_dtype
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
 from kvfold.evaluate.records import ABOUT_HELD, HELD, held_cells
 from kvfold.formats.numbers import LARGEST

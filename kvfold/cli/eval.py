@@ -13,7 +13,6 @@ from kvfold.cli.options import (
     CalibrationFile,
     Dtype,
     Formats,
-    Json,
     Model,
     RuntimeName,
     Sliding,
@@ -24,9 +23,9 @@ from kvfold.cli.options import (
     listed_integers,
     load_runtime,
     parse_dtype,
-    print_json,
     text_of,
 )
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate import QualityRow, evaluate_formats, text_passages
 from kvfold.evaluate.records import ABOUT_HELD, HELD, held_cells
 from kvfold.formats.numbers import LARGEST

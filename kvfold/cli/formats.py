@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvfold.attention.backend import FASTEST
 from kvfold.attention.dispatch import path_of
-from kvfold.cli.options import Json, print_json
+from kvfold.cli.output import Json, print_json
 from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, FormatPair, get_formats
 from kvfold.formats.block import BlockFormat
 

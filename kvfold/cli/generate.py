@@ -22,7 +22,6 @@ from kvfold.cli.options import (
     CalibrationFile,
     Dtype,
     Format,
-    Json,
     Model,
     RuntimeName,
     Sliding,
@@ -30,9 +29,9 @@ from kvfold.cli.options import (
     check_runtime,
     counted,
     parse_dtype,
-    print_json,
     token_progress,
 )
+from kvfold.cli.output import Json, print_json
 from kvfold.eviction import QueryStatistics, TriAttention
 from kvfold.formats import DEFAULT, KeyStatistics
 from kvfold.formats.numbers import LARGEST

@@ -1,13 +1,10 @@
 """Options that several commands share."""
 
-import json
 import re
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -30,7 +27,6 @@ Model = Annotated[
 Format = Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold formats`.")]
 Formats = Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 CalibrationFile = Annotated[
     Path | None,
@@ -130,26 +126,6 @@ def formats_beside_dense(listed: str) -> list[str]:
     if not names:
         raise ValueError(f"formats = {listed!r}: a dense cache is measured anyway; name a format beside it")
     return names
-
-
-def print_json(document: Any) -> None:
-    """One JSON document on stdout, in letters that it has; numbers that are none (NaN, infinities) are null."""
-    text = json.dumps(_without_nan(document), indent=2, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        text = json.dumps(json.loads(text), indent=2)
-    print(text)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float) and not isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(part) for part in value]
-    return value
 
 
 def listed_names(listed: str) -> list[str]:

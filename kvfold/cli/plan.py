@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.cli.options import Dtype, Json, Sliding, listed_formats, parse_dtype, print_json
+from kvfold.cli.options import Dtype, Sliding, listed_formats, parse_dtype
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config

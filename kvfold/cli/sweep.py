@@ -11,7 +11,6 @@ from rich.table import Table
 from kvfold.cache.files.paths import check_output
 from kvfold.cli.options import (
     Dtype,
-    Json,
     Model,
     RuntimeName,
     TextFile,
@@ -20,10 +19,10 @@ from kvfold.cli.options import (
     listed_names,
     load_runtime,
     parse_dtype,
-    print_json,
     text_of,
     token_progress,
 )
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate.passages import text_passages
 from kvfold.evaluate.records import ABOUT_OF_BF16, OF_BF16, RUN, Row, open_rows
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, cells, pareto, recommend

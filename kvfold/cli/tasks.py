@@ -15,15 +15,14 @@ from kvfold.cli.options import (
     CalibrationFile,
     Dtype,
     Formats,
-    Json,
     Model,
     formats_beside_dense,
     listed_integers,
     listed_names,
     parse_dtype,
-    print_json,
     token_progress,
 )
+from kvfold.cli.output import Json, print_json
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
