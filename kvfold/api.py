@@ -6,7 +6,16 @@ from kvfold.cache.token_store import TokenStore
 from kvfold.eviction import QueryStatistics, SnapKV, StreamingLLM, TriAttention
 from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
-from kvfold.integrations.transformers import FoldedCache, attach, calibrate, detach, measure_losses, measure_queries
+from kvfold.integrations.transformers import (
+    FoldedCache,
+    attach,
+    calibrate,
+    detach,
+    generate,
+    make_default,
+    measure_losses,
+    measure_queries,
+)
 
 __all__ = [
     "FORMATS",
@@ -23,9 +32,11 @@ __all__ = [
     "calibrate",
     "demo_model",
     "detach",
+    "generate",
     "get_format",
     "get_formats",
     "load_model",
+    "make_default",
     "measure_losses",
     "measure_queries",
 ]

@@ -3,6 +3,16 @@
 from kvfold.integrations.transformers.attach import attach, detach
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calibrate import calibrate, measure_queries
+from kvfold.integrations.transformers.generating import generate, make_default
 from kvfold.integrations.transformers.losses import measure_losses
 
-__all__ = ["FoldedCache", "attach", "calibrate", "detach", "measure_losses", "measure_queries"]
+__all__ = [
+    "FoldedCache",
+    "attach",
+    "calibrate",
+    "detach",
+    "generate",
+    "make_default",
+    "measure_losses",
+    "measure_queries",
+]
