@@ -14,7 +14,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.formats import get_format, get_formats
 from kvfold.formats.base import PAGE_WINDOW
 from kvfold.formats.page import PageForm, TokenCodes, level_table
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import Matrix
 
 BATCH, KV_HEADS = 2, 2
 
@@ -145,7 +145,7 @@ def test_scores_and_outputs_on_codes_for_the_whole_page_form(groups: int, parts:
     d, bits = 64, (4, 2, 7, 3)
     matrix = torch.randn(d, d) + 8 * torch.eye(d)
     lut = level_table({b: tuple(torch.randn(2**b).tolist()) for b in bits}, bits)
-    transform = Transform(matrix, torch.linalg.inv(matrix))
+    transform = Matrix(matrix, torch.linalg.inv(matrix))
     form = PageForm(d, 16, bits, lut, transform, groups=(d // groups,) * groups)
     shape = (BATCH, KV_HEADS, 3)
     code = (torch.rand(*shape, 16, d) * 2.0 ** torch.tensor(bits).repeat_interleave(16)).to(torch.uint8)

@@ -177,7 +177,7 @@ def test_held_bytes_walks_real_storages() -> None:
     rows.append(key, value, (torch.float32, torch.float32))
     dense = 2 * 2 * tokens * 64 * 4  # keys and values, two heads, sinks and the tail, float32
     page = 2 * 2 * (64 * (32 + 2) + 128)  # codes and scale a token, a centre
-    tables = 64 * 64 * 4 + 64 * 4 + 2 * 4 * 16 * 4  # one shared rotation and its signs; a level table each
+    tables = 64 * 4 + 2 * 4 * 16 * 4  # the signs of one shared rotation; a level table each
     assert held_bytes(rows) == dense + page + tables
     assert all(isinstance(t, Tensor) for t in walk_tensors(rows))
 

@@ -14,7 +14,7 @@ from kvfold.formats.turboquant import TurboQuant
 from kvfold.quant.balance import balance
 from kvfold.quant.codebooks import distortion, sphere_coordinate, sphere_levels
 from kvfold.quant.packing import Lanes
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import Matrix
 
 
 def _nmse(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -153,7 +153,7 @@ def test_page_form_stands_for_its_formula(
     matrix = torch.linalg.qr(torch.randn(head_dim, head_dim))[0] * torch.linspace(0.5, 2, head_dim)
     lut = level_table({b: tuple(torch.randn(2**b).tolist()) for b in range(1, 9)}, bits)
     form = PageForm(
-        head_dim, 16, bits, lut, Transform(matrix, torch.linalg.inv(matrix)), lanes,
+        head_dim, 16, bits, lut, Matrix(matrix, torch.linalg.inv(matrix)), lanes,
         (head_dim // groups,) * groups if groups > 1 else (), scaled_shifts=scaled_shifts,
     )  # fmt: skip
     code = (torch.rand(2, 16, head_dim) * 2.0 ** torch.tensor(bits).repeat_interleave(16)).to(torch.uint8)

@@ -50,7 +50,7 @@ from kvfold.kernels.mlx.arrays import to_mlx, to_torch
 from kvfold.kernels.mlx.codes import unpack_levels
 from kvfold.kernels.mlx.transforms import apply_to_query, invert
 from kvfold.quant import packing
-from kvfold.quant.transforms import ChannelOrder, HeadMatrices, OrderedMatrix, Transform, orthogonal
+from kvfold.quant.transforms import ChannelOrder, HeadMatrices, Matrix, OrderedMatrix, orthogonal
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -100,7 +100,7 @@ def test_transforms_are_those_of_torch(kind: str) -> None:
     general = torch.eye(32) + 0.1 * _random(32, 32)
     transform = {
         "haar": orthogonal("haar", 32),
-        "general": Transform(general, torch.linalg.inv(general)),
+        "general": Matrix(general, torch.linalg.inv(general)),
         "order": order(),
         "order of each row": order(2, 3),
         "ordered matrix": OrderedMatrix(order(3), orthogonal("haar", 32).matrix),

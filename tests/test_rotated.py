@@ -9,7 +9,7 @@ from kvfold.formats.rotated import Rotated
 from kvfold.kernels import ops
 from kvfold.quant import packing, rotated, scales
 from kvfold.quant.rotated import RotatedCode
-from kvfold.quant.transforms import Hadamard, Transform, orthogonal
+from kvfold.quant.transforms import Matrix, orthogonal
 
 P = 32
 
@@ -17,11 +17,8 @@ P = 32
 def _fold(
     x: Tensor, how: RotatedCode, lanes: str, slot: int = 0, isa: str = INSTRUCTION_SETS[0]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    transform = how.transform
-    signs, mix = (transform.signs, transform.mix) if isinstance(transform, Hadamard) else (None, None)
-    return ops.fold_rotated_on_cpu(
-        x, transform.matrix, signs, mix, how.levels, how.rule, how.centred, lanes, P, slot, isa
-    )  # fmt: skip
+    rotation, mix = ops.parts_of(how.transform)
+    return ops.fold_rotated_on_cpu(x, rotation, mix, how.levels, how.rule, how.centred, lanes, P, slot, isa)
 
 
 def _levels(bits: int) -> Tensor:
@@ -111,7 +108,7 @@ def test_the_body_for_other_devices(centred: bool) -> None:
     how = RotatedCode(orthogonal("hadamard", 64), _levels(4), "eden", centred)
     x = torch.randn(2, 3, 2 * P, 64, generator=torch.Generator().manual_seed(0))
     for slot in (0,) if centred else (0, 7):
-        arguments = (x, how.transform.matrix, None, None, how.levels, how.rule, centred, "tokens", P, slot)
+        arguments = (x, *ops.parts_of(how.transform), how.levels, how.rule, centred, "tokens", P, slot)
         for got, expected in zip(ops.fold_rotated._init_fn(*arguments), _fold(x, how, "tokens", slot), strict=True):
             assert got.shape == expected.shape
             assert (got != expected).sum() <= 0.01 * got.numel()
@@ -119,10 +116,10 @@ def test_the_body_for_other_devices(centred: bool) -> None:
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_fake_tensors(centred: bool) -> None:
-    how = RotatedCode(Transform(orthogonal("haar", 64).matrix), _levels(4), "eden", centred)
+    how = RotatedCode(Matrix(orthogonal("haar", 64).matrix), _levels(4), "eden", centred)
     x = torch.randn(2, 3, 2 * P, 64)
     torch.library.opcheck(
-        ops.fold_rotated, (x, how.transform.matrix, None, None, how.levels, "eden", centred, "tokens", P, 0)
+        ops.fold_rotated, (x, *ops.parts_of(how.transform), how.levels, "eden", centred, "tokens", P, 0)
     )
 
 

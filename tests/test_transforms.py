@@ -5,10 +5,11 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
+from kvfold.cache.report import walk_tensors
 from kvfold.quant.transforms import (
     ChannelOrder,
     HeadMatrices,
-    Transform,
+    Matrix,
     as_they_come,
     haar,
     orthogonal,
@@ -33,7 +34,7 @@ def test_orthogonal(kind: str, d: int) -> None:
 def test_queries_follow_any_invertible_transform() -> None:
     """q̃·(R·x) = q·x, also when R is not orthogonal."""
     matrix = torch.randn(16, 16) + 4 * torch.eye(16)
-    transform = Transform(matrix, torch.linalg.inv(matrix))
+    transform = Matrix(matrix, torch.linalg.inv(matrix))
     q, x = torch.randn(3, 16), torch.randn(7, 16)
     torch.testing.assert_close(transform.apply_to_query(q) @ transform.apply(x).mT, q @ x.mT, atol=1e-4, rtol=1e-4)
 
@@ -46,6 +47,18 @@ def test_butterfly_is_the_hadamard_matrix(n: int) -> None:
 def test_butterfly_needs_a_power_of_two() -> None:
     with pytest.raises(ValueError, match="12 columns"):
         walsh_hadamard(np.eye(12))
+
+
+@pytest.mark.parametrize("d", [64, 96, 256])
+def test_a_hadamard_transform_holds_no_matrix(d: int) -> None:
+    """D² numbers of float32 would be a third of a bit a value where three layers of 256 channels fold."""
+    transform = randomised_hadamard(d, seed=1)
+    power = d & -d
+    mix = haar(d // power, 1) if d > power else np.eye(1)
+    matrix = np.kron(mix, walsh_hadamard(np.eye(power)) / np.sqrt(power)) * transform.signs.numpy()
+    np.testing.assert_allclose(transform.matrix.numpy(), matrix, atol=1e-7)
+    transform.invert(transform.apply(torch.randn(3, d)))
+    assert sum(t.numel() for t in walk_tensors(transform)) == d + (0 if d == power else (d // power) ** 2)
 
 
 @pytest.mark.parametrize("d", [64, 80, 192])
@@ -83,7 +96,7 @@ def test_an_order_of_channels_is_a_permutation_matrix() -> None:
     by_index = ChannelOrder(order)
     for row in range(2):
         for head in range(3):
-            by_matrix = Transform(torch.eye(64)[order[row, head].long()])
+            by_matrix = Matrix(torch.eye(64)[order[row, head].long()])
             assert torch.equal(by_index.apply(x)[row, head], by_matrix.apply(x[row, head]))
             assert torch.equal(by_index.apply_to_query(q)[row, head], by_matrix.apply_to_query(q[row, head]))
     assert torch.equal(by_index.invert(by_index.apply(x)), x)
@@ -97,7 +110,7 @@ def test_heads_have_matrices_of_their_own() -> None:
     matrices = torch.linalg.qr(torch.randn(3, 64, 64))[0]
     x, transform = torch.randn(2, 3, 5, 16, 64), HeadMatrices(matrices)
     for head in range(3):
-        alone, own = Transform(matrices[head]), x[:, head]
+        alone, own = Matrix(matrices[head]), x[:, head]
         for name in ("apply", "invert", "apply_to_query"):
             torch.testing.assert_close(getattr(transform, name)(x)[:, head], getattr(alone, name)(own))
     torch.testing.assert_close(transform.invert(transform.apply(x)), x)

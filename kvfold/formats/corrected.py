@@ -11,7 +11,7 @@ from kvfold.formats.page import PageForm, TokenCodes, uniform_bits
 from kvfold.formats.wrapped import Wrapped
 from kvfold.quant.packing import TILE
 from kvfold.quant.residuals import get_residual
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import Matrix, Transform
 
 RESIDUAL_SEED = 1
 """Added to the format's own seed, so that M and the rotation are independent."""
@@ -52,7 +52,7 @@ class Corrected(Wrapped):
         signs = torch.zeros_like(main.lut)
         signs[:, 0], signs[:, 1] = -rule.gain, rule.gain
         inverse = main.transform.inverse
-        transform = Transform(
+        transform = Matrix(
             torch.cat((main.transform.matrix, rule.matrix @ main.transform.matrix)),
             torch.cat((inverse, inverse @ rule.matrix.mT), dim=-1),
         )

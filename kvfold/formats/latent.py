@@ -13,7 +13,7 @@ from kvfold.formats.page import FirstChannels, PageForm, Pages, TokenCodes
 from kvfold.formats.rules import log_stand_in
 from kvfold.formats.tbq import ROPE
 from kvfold.formats.wrapped import Wrapped
-from kvfold.quant.transforms import AnyTransform, Transform
+from kvfold.quant.transforms import AnyTransform, Matrix, Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _first(transform: AnyTransform, dim: int) -> AnyTransform:
     """The part of a transform that maps the first `dim` channels to the first `dim` coordinates."""
     if not isinstance(transform, Transform) or transform.matrix.shape[0] <= dim:
         return transform
-    return Transform(transform.matrix[:dim, :dim])
+    return Matrix(transform.matrix[:dim, :dim])
 
 
 def latent(name: str, key_dim: int, latent_dim: int) -> Format:

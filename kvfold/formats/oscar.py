@@ -11,7 +11,7 @@ from kvfold.formats.base import ByPage
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.formats.statistics import KeyStatistics
 from kvfold.quant.spectral import bit_reversed, hadamard
-from kvfold.quant.transforms import HeadMatrices, Transform
+from kvfold.quant.transforms import HeadMatrices, Matrix, Transform
 
 GROUP = 128
 """Channels that share an offset and a scale. A head that is no multiple of it is one group."""
@@ -103,4 +103,4 @@ class Oscar(ByPage):
 
 def _unfitted(head_dim: int) -> Transform:
     """(H·P)ᵀ, what is left of R without U."""
-    return Transform(hadamard(head_dim)[:, bit_reversed(head_dim)].mT)
+    return Matrix(hadamard(head_dim)[:, bit_reversed(head_dim)].mT)

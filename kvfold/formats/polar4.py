@@ -12,7 +12,7 @@ from kvfold.formats.block import BlockFormat
 from kvfold.formats.page import PageForm, Pages, TokenCodes, level_table, uniform_bits
 from kvfold.quant.bitstream import from_bytes, to_bytes
 from kvfold.quant.codebooks import gaussian
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import Matrix, Transform
 
 DIM = 128
 PAGE = 128
@@ -132,4 +132,4 @@ def polar_rotation(layer: int) -> Transform:
     """
     gaussian = torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(42 + 1000 * layer))
     q, r = np.linalg.qr(gaussian.double().numpy())  # in float64: float32's last bits depend on the number of threads
-    return Transform(torch.from_numpy(q * np.sign(np.diag(r))).bfloat16().float().mT)
+    return Matrix(torch.from_numpy(q * np.sign(np.diag(r))).bfloat16().float().mT)

@@ -15,7 +15,7 @@ from kvfold.quant import rotated
 from kvfold.quant.codebooks import on_grid, sphere_levels
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.tables import on
-from kvfold.quant.transforms import Hadamard, Transform, orthogonal
+from kvfold.quant.transforms import Transform, orthogonal
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Rotated(Format):
 
     def fold_from(self, x: Tensor, slot: int = 0, position: int = 0) -> Pages:
         how = self._code(x.device)
-        signs, mix = (how.transform.signs, how.transform.mix) if isinstance(how.transform, Hadamard) else (None, None)
+        rotation, mix = ops.parts_of(how.transform)
         code, scale, centre = ops.fold_rotated(
-            x, how.transform.matrix, signs, mix, how.levels, how.rule, how.centred, self.lanes, self.page_size, slot
+            x, rotation, mix, how.levels, how.rule, how.centred, self.lanes, self.page_size, slot
         )
         tokens = code.shape[-2] * self.page_size
         return Pages(code, scale.unsqueeze(-1), centre=centre if self.centred else None, tokens=tokens)

@@ -12,7 +12,7 @@ from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.quant import tbq
 from kvfold.quant.bitstream import from_bytes, from_stream, to_bytes, to_stream
 from kvfold.quant.sharpening import sharpening, softening
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import Matrix, Transform
 
 HALF = 256
 """Longer vectors are stored as blocks of this size, with a scale each."""
@@ -83,9 +83,7 @@ class TBQ(BlockFormat):
         lut = level_table({self.level_bits: levels, 1: (-gain, gain)}, bits)
         second = first.matrix if projection is None else projection.matrix @ first.matrix
         both = torch.cat((first.matrix, second))
-        return PageForm(
-            2 * self.coded, self.page_size, bits, lut, Transform(both, both.mT), self.lanes, 2 * groups, plain
-        )
+        return PageForm(2 * self.coded, self.page_size, bits, lut, Matrix(both, both.mT), self.lanes, 2 * groups, plain)
 
     @property
     def _projects(self) -> bool:

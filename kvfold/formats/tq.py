@@ -10,7 +10,7 @@ from kvfold.formats.block import BlockFormat
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.quant.bitstream import from_bytes, from_stream, to_bytes, to_stream
 from kvfold.quant.nearest import nearest_level
-from kvfold.quant.transforms import Transform
+from kvfold.quant.transforms import Matrix, Transform
 from kvfold.quant.xoshiro import gaussian_rotation
 
 DIM = 128
@@ -66,4 +66,4 @@ class TQ(BlockFormat):
 
 @cache
 def _rotation(seed: int) -> Transform:
-    return Transform(torch.from_numpy(gaussian_rotation(DIM, seed)).float())
+    return Matrix(torch.from_numpy(gaussian_rotation(DIM, seed)).float())

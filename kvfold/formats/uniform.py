@@ -13,7 +13,7 @@ from kvfold.formats.block import BlockFormat
 from kvfold.formats.page import PageForm, TokenCodes, level_table, uniform_bits
 from kvfold.quant.bitstream import from_bytes, from_stream, to_bytes, to_stream
 from kvfold.quant.kotlin import random_signs
-from kvfold.quant.transforms import Transform, walsh_hadamard
+from kvfold.quant.transforms import Matrix, walsh_hadamard
 
 GROUP = 32
 _HEADER = struct.Struct("<iBHBH")
@@ -73,7 +73,7 @@ class Uniform(BlockFormat):
         if self.residual:
             bits, groups = (*bits, *uniform_bits(self.head_dim, 1)), (*groups, self.head_dim)
             matrix, code_dim = torch.cat((matrix, matrix)), 2 * code_dim
-        lut, rotation = level_table(levels, bits), Transform(matrix, matrix.mT if self.residual else None)
+        lut, rotation = level_table(levels, bits), Matrix(matrix, matrix.mT if self.residual else None)
         return PageForm(code_dim, self.page_size, bits, lut, rotation, self.lanes, groups)
 
     def encode(self, x: Tensor) -> TokenCodes:

@@ -8,10 +8,10 @@ from torch import Tensor
 from kvfold.quant import packing
 
 
-def check_dim(x: Tensor, matrix: Tensor) -> None:
-    """Raise unless a rotation takes vectors like those of x."""
-    if x.shape[-1] != matrix.shape[1]:
-        raise ValueError(f"x has vectors of {x.shape[-1]} coordinates, the rotation takes {matrix.shape[1]}")
+def check_dim(x: Tensor, dim: int) -> None:
+    """Raise unless a rotation of `dim` coordinates takes vectors like those of x."""
+    if x.shape[-1] != dim:
+        raise ValueError(f"x has vectors of {x.shape[-1]} coordinates, the rotation takes {dim}")
 
 
 def check_channelwise(

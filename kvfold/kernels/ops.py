@@ -15,7 +15,7 @@ from kvfold.quant import affine, packing, rotated
 from kvfold.quant.packing import Lanes
 from kvfold.quant.rotated import RotatedCode
 from kvfold.quant.scales import SCALE_RULES
-from kvfold.quant.transforms import ChannelOrder, Transform
+from kvfold.quant.transforms import ChannelOrder, Hadamard, Matrix, Transform
 
 INSTRUCTION_SET: str = cpu.instruction_sets()[0]
 
@@ -127,17 +127,16 @@ def _channelwise_like(
 
 @torch.library.custom_op("kvfold::fold_rotated", mutates_args=())
 def fold_rotated(
-    x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
-    lanes: str, page_size: int, slot: int,
+    x: Tensor, rotation: Tensor, mix: Tensor | None, levels: Tensor, rule: str, centred: bool, lanes: str,
+    page_size: int, slot: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Tokens (…, T, D) as pages: packed codes (…, N, bytes), scales (…, N, P), and centres (…, N, D) or nothing.
 
     Coded by `kvfold.quant.rotated.encode`, packed by `kvfold.quant.packing.pack`. Tokens begin at `slot` of the first
-    page; slots without a token have code 0 and scale 0. `signs` and `mix` are those of a Hadamard transform, beside its
-    matrix.
+    page; slots without a token have code 0 and scale 0. `rotation` and `mix` are `parts_of` a transform.
     """
-    check_dim(x, matrix)
-    how = RotatedCode(Transform(matrix.to(x.device)), levels.to(x.device), rule, centred)
+    check_dim(x, rotation.shape[-1])
+    how = RotatedCode(of_parts(rotation, mix), levels.to(x.device), rule, centred)
     after = -(slot + x.shape[-2]) % page_size
     if centred:
         code, scale, centre = rotated.encode(x.float().unflatten(-2, (-1, page_size)), how)
@@ -151,18 +150,18 @@ def fold_rotated(
 
 @fold_rotated.register_kernel("cpu")
 def fold_rotated_on_cpu(
-    x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
-    lanes: str, page_size: int, slot: int, instruction_set: str = INSTRUCTION_SET,
+    x: Tensor, rotation: Tensor, mix: Tensor | None, levels: Tensor, rule: str, centred: bool, lanes: str,
+    page_size: int, slot: int, instruction_set: str = INSTRUCTION_SET,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`fold_rotated` in C++, by one of `kvfold.attention.cpu.INSTRUCTION_SETS`."""
-    check_dim(x, matrix)
-    code, scale, centre = _folded_like(x, matrix, signs, mix, levels, rule, centred, lanes, page_size, slot)
+    check_dim(x, rotation.shape[-1])
+    code, scale, centre = _folded_like(x, rotation, mix, levels, rule, centred, lanes, page_size, slot)
     tokens = x.shape[-2]
     flat = heads_of(x if x.dtype in DTYPES else x.float())
     shape = (*flat.shape[:2], code.shape[-2], page_size)
     cpu.fold(
         instruction_set, flat.data_ptr(), DTYPES[flat.dtype], flat.stride(0), flat.stride(1), flat.stride(2), tokens,
-        slot, _rotation(matrix, signs, mix), levels.contiguous(), list(SCALE_RULES).index(rule),
+        slot, _rotation(rotation, mix), levels.contiguous(), list(SCALE_RULES).index(rule),
         _lanes(lanes) == "tokens", code.view(-1), scale.view(torch.uint16).view(shape),
         centre.view(torch.uint16) if centred else None, torch.get_num_threads(),
     )  # fmt: skip
@@ -171,10 +170,10 @@ def fold_rotated_on_cpu(
 
 @fold_rotated.register_fake
 def _folded_like(
-    x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
-    lanes: str, page_size: int, slot: int,
+    x: Tensor, rotation: Tensor, mix: Tensor | None, levels: Tensor, rule: str, centred: bool, lanes: str,
+    page_size: int, slot: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    pages, code_dim = -(-(slot + x.shape[-2]) // page_size), matrix.shape[0]
+    pages, code_dim = -(-(slot + x.shape[-2]) // page_size), rotation.shape[0]
     bits = [(levels.shape[0] - 1).bit_length()] * (packing.padded(code_dim) // packing.TILE)
     lead = (*x.shape[:-2], pages)
     code = x.new_empty((*lead, packing.code_bytes(page_size, bits)), dtype=torch.uint8)
@@ -182,10 +181,20 @@ def _folded_like(
     return code, scale, x.new_empty((*lead, code_dim) if centred else 0, dtype=torch.float16)
 
 
-def _rotation(matrix: Tensor, signs: Tensor | None, mix: Tensor | None) -> cpu.Rotation:
-    if signs is None:
-        return cpu.Rotation.matrix(matrix.shape[1], matrix.shape[0], matrix.data_ptr(), 0)
-    return cpu.Rotation.hadamard(matrix.shape[1], signs.data_ptr(), 0 if mix is None else mix.data_ptr())
+def parts_of(transform: Transform) -> tuple[Tensor, Tensor | None]:
+    """A transform as an operator takes it: R, or the signs of a Hadamard transform and its Q."""
+    return (transform.signs, transform.mix) if isinstance(transform, Hadamard) else (transform.matrix, None)
+
+
+def of_parts(rotation: Tensor, mix: Tensor | None) -> Transform:
+    """The transform whose `parts_of` these are."""
+    return Hadamard(rotation, mix) if rotation.ndim == 1 else Matrix(rotation)
+
+
+def _rotation(rotation: Tensor, mix: Tensor | None) -> cpu.Rotation:
+    if rotation.ndim == 1:
+        return cpu.Rotation.hadamard(len(rotation), rotation.data_ptr(), 0 if mix is None else mix.data_ptr())
+    return cpu.Rotation.matrix(rotation.shape[1], rotation.shape[0], rotation.data_ptr(), 0)
 
 
 def _flat_pages(codes: Tensor) -> Tensor:
@@ -218,10 +227,10 @@ if find_spec("triton") is not None:
 
     @fold_rotated.register_kernel(GPUS)
     def _(
-        x: Tensor, matrix: Tensor, signs: Tensor | None, mix: Tensor | None, levels: Tensor, rule: str, centred: bool,
-        lanes: str, page_size: int, slot: int,
+        x: Tensor, rotation: Tensor, mix: Tensor | None, levels: Tensor, rule: str, centred: bool, lanes: str,
+        page_size: int, slot: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         from kvfold.kernels.triton import fold
 
-        how = RotatedCode(Transform(matrix), levels, rule, centred)
+        how = RotatedCode(of_parts(rotation, mix), levels, rule, centred)
         return fold.fold_rotated(x, how, _lanes(lanes), page_size, slot)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.quant.transforms import Hadamard, Transform, walsh_hadamard
+from kvfold.quant.transforms import Hadamard, Matrix, Transform
 
 _SIGNS = bytes.fromhex("a73b91f46dc2580eb37f24d68945ea1c63afd852970be13d76c419fe4a852cdb")
 _SECOND = bytes.fromhex("d34ea8179c5be63172b90df5438a6ec7582f94e1b63d0a7cc561d84fa3971e85")
@@ -51,9 +51,7 @@ def _signs(table: bytes, d: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]
 
 def _hadamard(table: bytes, d: int) -> Hadamard:
     """H·diag(s)/√d."""
-    signs = _signs(table, d)
-    matrix = walsh_hadamard(np.eye(d)) / np.sqrt(d) * signs
-    return Hadamard(torch.from_numpy(matrix).float(), signs=torch.from_numpy(signs).float())
+    return Hadamard(torch.from_numpy(_signs(table, d)).float())
 
 
 @cache
@@ -62,7 +60,7 @@ def rotation(d: int, double: bool = False) -> Transform:
     if not double:
         return _hadamard(_SIGNS + _SECOND, d)
     first, second = _hadamard(_SIGNS[:8], d), _hadamard(_SIGNS[8:16], d)
-    return Transform(second.matrix @ first.matrix)
+    return Matrix(second.matrix @ first.matrix)
 
 
 @cache

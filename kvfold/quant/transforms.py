@@ -7,8 +7,9 @@ machine and in every release.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from math import sqrt
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from kvfold.quant.tables import on
 
 
-@dataclass(frozen=True, eq=False)
 class Transform:
     """x ↦ R·x for row vectors, the map back, and what it does to queries; R is float32, (code_dim, D).
 
@@ -26,14 +26,13 @@ class Transform:
     back, (D, code_dim), then adds up what codes and signs stand for. It is no inverse, but is still written R⁻¹.
     """
 
-    matrix: Tensor
     general_inverse: Tensor | None = None
     """The map back, (D, code_dim); None if R is orthogonal, as the map back is R transposed then."""
 
-    def __post_init__(self) -> None:
-        for name in ("matrix", "general_inverse"):  # kernels read them by address
-            own = getattr(self, name)
-            object.__setattr__(self, name, None if own is None else own.contiguous())
+    @property
+    def matrix(self) -> Tensor:
+        """R in a CPU's memory."""
+        return self.matrix_on(torch.device("cpu"))
 
     @property
     def inverse(self) -> Tensor:
@@ -42,35 +41,72 @@ class Transform:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that it holds."""
-        return (self.matrix,) if self.general_inverse is None else (self.matrix, self.general_inverse)
+        raise NotImplementedError
+
+    def matrix_on(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """R on a device, in a dtype."""
+        raise NotImplementedError
 
     def apply(self, x: Tensor) -> Tensor:
         """R·x for every row of `x` (…, D)."""
-        return x @ on(x.device, self.matrix, x.dtype).mT
+        return x @ self.matrix_on(x.device, x.dtype).mT
 
     def invert(self, y: Tensor) -> Tensor:
         """R⁻¹·y for every row of `y` (…, code_dim)."""
         if self.general_inverse is None:
-            return y @ on(y.device, self.matrix, y.dtype)
+            return y @ self.matrix_on(y.device, y.dtype)
         return y @ on(y.device, self.general_inverse, y.dtype).mT
 
     def apply_to_query(self, q: Tensor) -> Tensor:
         """q̃ = R⁻ᵀ·q for every row of `q` (…, D), so that q̃·y = q·(R⁻¹·y) for coordinates y (…, code_dim)."""
         if self.general_inverse is None:
-            return q @ on(q.device, self.matrix, q.dtype).mT
+            return q @ self.matrix_on(q.device, q.dtype).mT
         return q @ on(q.device, self.general_inverse, q.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Hadamard(Transform):
-    """(Q ⊗ H/√2^k)·diag(signs), with the parts beside the matrix, for kernels that use butterflies."""
+class Matrix(Transform):
+    """Any R, held."""
 
-    signs: Tensor = field(kw_only=True)
-    mix: Tensor | None = field(default=None, kw_only=True)
+    held: Tensor
+    general_inverse: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("held", "general_inverse"):  # kernels read them by address
+            own = getattr(self, name)
+            object.__setattr__(self, name, None if own is None else own.contiguous())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.held,) if self.general_inverse is None else (self.held, self.general_inverse)
+
+    def matrix_on(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        return on(device, self.held, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Hadamard(Transform):
+    """(Q ⊗ H/√2^k)·diag(signs). CPU kernels compute it by butterflies, so nothing holds its D² numbers there."""
+
+    signs: Tensor
+    """±1, float32, (D,)."""
+    mix: Tensor | None = None
     """Q, (m, m), float32, for D = m·2^k with odd m; None for m = 1."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.matrix, self.signs) if self.mix is None else (self.matrix, self.signs, self.mix)
+        return (self.signs,) if self.mix is None else (self.signs, self.mix)
+
+    def matrix_on(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        if device.type == "cpu":  # only the reference asks for it there, which is slow anyway
+            return self._expanded().to(dtype)
+        return on(device, self.signs, dtype, self._expanded)
+
+    def _expanded(self) -> Tensor:
+        """R, float32, (D, D)."""
+        power, h = len(self.signs) & -len(self.signs), torch.ones(1, 1, dtype=torch.float64)
+        while len(h) < power:  # H_2n = [[H_n, H_n], [H_n, -H_n]]
+            h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+        h /= sqrt(power)
+        return ((h if self.mix is None else torch.kron(self.mix.double(), h)) * self.signs).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,18 +220,15 @@ def randomised_hadamard(d: int, seed: int) -> Hadamard:
     The Kronecker factor mixes the m blocks, so every output coordinate sees every input coordinate
     for head dimensions such as 80, 96 or 192 too.
     """
-    power = d & -d
-    odd = d // power
-    mix = haar(odd, seed) if odd > 1 else np.eye(1)
+    odd = d // (d & -d)
+    mix = haar(odd, seed) if odd > 1 else None
     signs = np.random.RandomState(seed).randint(0, 2, d) * 2.0 - 1.0
-    matrix = np.kron(mix, walsh_hadamard(np.eye(power)) / np.sqrt(power)) * signs
-    rotation, flips, blocks = (torch.from_numpy(part).float() for part in (matrix, signs, mix))
-    return Hadamard(rotation, signs=flips, mix=blocks if odd > 1 else None)
+    return Hadamard(torch.from_numpy(signs).float(), None if mix is None else torch.from_numpy(mix).float())
 
 
 _BUILDERS: dict[str, Callable[[int, int], Transform]] = {
-    "identity": lambda d, seed: Transform(torch.eye(d)),
-    "haar": lambda d, seed: Transform(torch.from_numpy(haar(d, seed)).float()),
+    "identity": lambda d, seed: Matrix(torch.eye(d)),
+    "haar": lambda d, seed: Matrix(torch.from_numpy(haar(d, seed)).float()),
     "hadamard": randomised_hadamard,
 }
 

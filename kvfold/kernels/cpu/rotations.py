@@ -1,7 +1,7 @@
 """Rotations as the kernels in C++ take them."""
 
 from kvfold.kernels.cpu import module as cpu
-from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, HeadMatrices, OrderedMatrix
+from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, HeadMatrices, Matrix, OrderedMatrix
 
 
 def rotation(transform: AnyTransform) -> cpu.Rotation:
@@ -16,6 +16,7 @@ def rotation(transform: AnyTransform) -> cpu.Rotation:
     if isinstance(transform, Hadamard):
         signs, mix = transform.signs, transform.mix
         return cpu.Rotation.hadamard(signs.shape[0], signs.data_ptr(), 0 if mix is None else mix.data_ptr())
+    assert isinstance(transform, Matrix)
     matrix, inverse = transform.matrix, transform.general_inverse
     code_dim, dim = matrix.shape
     return cpu.Rotation.matrix(dim, code_dim, matrix.data_ptr(), 0 if inverse is None else inverse.data_ptr())

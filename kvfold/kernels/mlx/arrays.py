@@ -1,6 +1,6 @@
 """Arrays between torch and MLX, bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -38,10 +38,10 @@ def to_mlx(t: Tensor) -> mx.array:
     return mx.array(t.numpy())
 
 
-def table(t: Tensor) -> mx.array:
-    """A constant table as an array; the copy is made once, and freed with the original."""
+def table(t: Tensor, expanded: Callable[[], Tensor] | None = None) -> mx.array:
+    """A constant table as an array, or what it expands to; the copy is made once, and freed with the original."""
     if t not in _COPIES:
-        _COPIES[t] = to_mlx(t)
+        _COPIES[t] = to_mlx(t if expanded is None else expanded())
     copy: mx.array = _COPIES[t]
     return copy
 

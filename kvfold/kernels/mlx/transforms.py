@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kvfold.kernels.mlx import mx
 from kvfold.kernels.mlx.arrays import table
-from kvfold.quant.transforms import AnyTransform, ChannelOrder, HeadMatrices, OrderedMatrix, Transform
+from kvfold.quant.transforms import AnyTransform, ChannelOrder, Hadamard, HeadMatrices, OrderedMatrix, Transform
 
 
 def apply_to_query(transform: AnyTransform, q: mx.array) -> mx.array:
@@ -17,7 +17,7 @@ def apply_to_query(transform: AnyTransform, q: mx.array) -> mx.array:
         return q
     if isinstance(transform, Transform) and transform.general_inverse is not None:
         return q @ table(transform.general_inverse)
-    return q @ table(transform.matrix).T
+    return q @ _matrix(transform).T
 
 
 def invert(transform: AnyTransform, y: mx.array) -> mx.array:
@@ -27,10 +27,17 @@ def invert(transform: AnyTransform, y: mx.array) -> mx.array:
     if isinstance(transform, Transform):
         if transform.general_inverse is not None:
             return y @ table(transform.general_inverse).T
-        return y @ table(transform.matrix)
+        return y @ _matrix(transform)
     if isinstance(transform, OrderedMatrix):
-        y = y @ table(transform.matrix)
+        y = y @ _matrix(transform)
     return mx.take_along_axis(y, mx.argsort(_index(transform, y), axis=-1), axis=-1)
+
+
+def _matrix(transform: Transform | OrderedMatrix) -> mx.array:
+    """R, (code_dim, D)."""
+    if isinstance(transform, Hadamard):
+        return table(transform.signs, lambda: transform.matrix)
+    return table(transform.matrix)
 
 
 def _matrices(transform: HeadMatrices) -> mx.array:

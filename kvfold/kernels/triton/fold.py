@@ -148,7 +148,7 @@ def _fold_rotated(
 
 def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int) -> tuple[Tensor, Tensor, Tensor]:
     """`kvfold.kernels.ops.fold_rotated`: packed codes, scales, and centres if there are any."""
-    dim = how.transform.matrix.shape[0]
+    dim = how.transform.matrix_on(x.device).shape[0]
     lead = (*x.shape[:-2], -(-(slot + x.shape[-2]) // page_size))
     code = x.new_empty((*lead, code_bytes(page_size, (how.bits,) * (padded(dim) // TILE))), dtype=torch.uint8)
     scale = x.new_empty((*lead, page_size), dtype=torch.float16)
@@ -162,8 +162,8 @@ def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot
 def fold_rotated_into(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int, places: Places) -> None:
     """`fold_rotated`, with each part written to its place."""
     assert how.rule in SCALE_RULES
-    check_dim(x, how.transform.matrix)
-    matrix, levels = on(x.device, how.transform.matrix), on(x.device, how.levels)
+    matrix, levels = how.transform.matrix_on(x.device), on(x.device, how.levels)
+    check_dim(x, matrix.shape[1])
     dim, flat, tokens = matrix.shape[0], heads_of(x), x.shape[-2]
     bits, pages = (how.bits,) * (padded(dim) // TILE), -(-(slot + tokens) // page_size)
     (code, by_code), (scale, by_scale), (centre, by_centre) = map(places.of, ("code", "scale", "centre"))
