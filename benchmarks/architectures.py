@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from tiny_models import MODEL_TYPES, tiny_model
@@ -36,6 +35,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 import kvfold
 from kvfold import FoldedCache
 from kvfold.cache.shape import KINDS
+from kvfold.cli.output import to_stdout
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.shapes import layer_shapes
 
@@ -634,7 +634,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("kvfold").propagate = False
     torch.set_num_threads(1)
-    console = Console()
+    console = to_stdout()
     rows = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("models", total=len(names))

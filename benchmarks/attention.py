@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,6 +26,7 @@ from kvfold.attention import attend, cpu
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.report import held_bytes
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate.quality import versions
 
 SHAPES = {
@@ -143,7 +143,7 @@ def main() -> None:
             f"{row['ratio_bf16']:.2f} ({low:.2f}–{high:.2f})",
             "–" if row["ratio_fp32"] is None else f"{row['ratio_fp32']:.2f}",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

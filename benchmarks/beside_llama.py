@@ -69,11 +69,11 @@ def main() -> None:
         parser.error("--python: name the interpreter of an environment that has llama-cpp-python")
 
     import torch
-    from rich.console import Console
     from rich.table import Table
     from transformers import DynamicCache
 
     import kvfold
+    from kvfold.cli.output import to_stdout
     from kvfold.evaluate import standard_text
     from kvfold.evaluate.quality import versions
     from kvfold.integrations.models import _demo_file
@@ -138,7 +138,7 @@ def main() -> None:
             row["cache"], f"{row['short_ms']:.1f}", f"{row['long_ms']:.1f}",
             "{:.1f} ({:.1f}–{:.1f})".format(row["attention_ms"], *row["quartiles_ms"]), f"{row['ratio']:.1f}×",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "llama_cpp_python": version, "versions": versions()}, indent=2))
 

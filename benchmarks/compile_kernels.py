@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import triton
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -33,6 +32,7 @@ from kvfold.cache.layer import LayerCache
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import PageLayout, PagePool, why_not_paged
 from kvfold.cache.pool.plan import Slots, plan
+from kvfold.cli.output import to_stdout
 from kvfold.formats import KeyStatistics, get_formats
 from kvfold.formats.channelwise import SCALES, spread_bits
 from kvfold.formats.page import level_table
@@ -217,7 +217,7 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("target", "kernel", "for") else "right")
     for row in rows:
         table.add_row(*(str(row.get(column, "")) for column in columns))
-    Console(width=110).print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

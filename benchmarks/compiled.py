@@ -20,6 +20,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import standard_text
 from kvfold.evaluate.quality import versions
 
@@ -87,7 +88,7 @@ def main() -> None:
             f"{row['context']:,}", row["cache"], row["run"], f"{row['ms']:.1f}", f"{low:.1f}–{high:.1f}",
             f"{row['over_dense_eager']:.2f}", f"{row['over_dense_alike']:.2f}", f"{row['first_steps_s']:.1f}",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

@@ -21,8 +21,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+
+from kvfold.cli.output import to_stdout
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -190,7 +191,7 @@ def main() -> None:
         for line in lines:
             print(f"{line.page}: {line.text}" + (f"    ({line.not_here})" if line.not_here else ""))
         return
-    console, rows = Console(), []
+    console, rows = to_stdout(), []
     table = Table("page", "command", "status", "seconds")
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as cache:
         from kvfold.integrations.models import demo_folder

@@ -36,6 +36,7 @@ from torch.nn.functional import cross_entropy
 import kvfold
 from kvfold import FoldedCache, QueryStatistics, SnapKV, StreamingLLM, TriAttention
 from kvfold.cache.report import held_bytes
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import split_passages, standard_text
 from kvfold.evaluate.behaviour.loops import find_loop
 from kvfold.evaluate.behaviour.needle import PLACES
@@ -341,7 +342,7 @@ def main() -> None:
     ids = standard if args.text == "standard" else tokenizer(texts.load(args.text), return_tensors="pt").input_ids
     bench = Bench(model, tokenizer, ids, queries, args.length)
     rows: list[dict[str, Any]] = []
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = to_stdout()
 
     def keep(new: list[dict[str, Any]]) -> None:
         rows.extend(new)

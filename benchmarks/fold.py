@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate.quality import versions
 from kvfold.formats import KeyStatistics, get_formats
 from kvfold.kernels.ops import INSTRUCTION_SET
@@ -74,7 +74,7 @@ def main() -> None:
             str(row["head_dim"]), str(row["threads"]), row["format"], row["side"],
             f"{row['million_per_s']:.2f} ({low:.2f}–{high:.2f})", f"{row['copy_million_per_s']:.1f}",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

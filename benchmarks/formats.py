@@ -15,11 +15,11 @@ from pathlib import Path
 
 import models
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import PAIRS, get_formats
@@ -57,7 +57,7 @@ def main() -> None:
     groups = {"combinations": ("Combinations", pairs), "others": ("Others", OTHERS), "qjl": ("QJL in keys", QJL)}
     groups = {name: group for name, group in groups.items() if name in wanted}
     names = list(dict.fromkeys(name for _, group in groups.values() for name in group))
-    console = Console(width=110)
+    console = to_stdout()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading", total=args.passage * len(passages) * (1 + len(names)))
         rows = evaluate_formats(model, passages, names, progress=lambda n: progress.advance(task, n))

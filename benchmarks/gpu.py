@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 import triton
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
@@ -47,6 +46,7 @@ from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import PageLayout, PagePool
 from kvfold.cache.pool.plan import Slots, plan
 from kvfold.cache.report import held_bytes
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FORMATS, KeyStatistics, get_formats
 
@@ -66,7 +66,7 @@ DIM = 128
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
 """Of the reference's norm; bfloat16's own rounding of a result is 2e-3."""
 
-console = Console()
+console = to_stdout()
 
 
 def main() -> None:

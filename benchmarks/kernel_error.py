@@ -31,6 +31,7 @@ import kvfold
 from kvfold.attention import cpu, reference
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 
@@ -132,7 +133,7 @@ def main() -> None:
             str(row["format"]), f"{row['added_power_pct']:.2f} %", f"{row['kl_reference']:.5f}",
             f"{row['kl_kernel']:.5f}", f"{row['change_pct']:+.2f} ± {row['standard_error_pct']:.2f} %",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

@@ -23,6 +23,7 @@ from rich.table import Table
 
 import kvfold
 from kvfold.cache.report import held_bytes
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import standard_text
 
 
@@ -89,7 +90,7 @@ def main() -> None:
             row["cache"], *(f"{row[key] / 1e6:.0f}" for key in ("held_bytes", "peak_added_bytes", "peak_bytes")),
             f"{row['seconds']:.0f}",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         versions = {
             "torch": torch.__version__,

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import standard_text
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.transformers import FoldedCache
@@ -89,7 +89,7 @@ def main() -> None:
             row["cache"], f"{row['context']:,}", f"{row['step_ms']:.1f}", f"{row['update_us_a_layer']:.0f}",
             f"{row['attention_us_a_layer']:.0f}",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvfold.cli.options import token_progress
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.runtime import Runtime
@@ -64,7 +65,7 @@ def quality(runtime: MlxRuntime, model: str, passages: list[Tensor], formats: li
             )  # fmt: skip
         away = [by_mlx[name][figure] / by_torch[name][figure] - 1 for figure in ("ppl", "kl_mean")]
         table.add_row("", "mlx / torch", "", f"{away[0]:+.2%}", f"{away[1]:+.2%}", end_section=True)
-    Console().print(table)
+    to_stdout().print(table)
     return rows
 
 
@@ -83,7 +84,7 @@ def ablation(runtime: MlxRuntime, about: dict[str, Any], passages: list[Tensor])
                     family, row["stage"].split("/")[1], row["config"]["format"], f"{100 * row['rel_delta']:+.4f} %",
                     f"{row['kl_mean']:.6f}", f"{row['bits_per_value']:.2f}", row["verdict"],
                 )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
     return rows
 
 
@@ -107,7 +108,7 @@ def memory(runtime: MlxRuntime, ids: Tensor, formats: list[str]) -> list[dict[st
             f"{report.values * 2 / 1e6:.2f}",
         )  # fmt: skip
         del cache
-    Console().print(table)
+    to_stdout().print(table)
     return rows
 
 
@@ -131,7 +132,7 @@ def speed(runtime: MlxRuntime, ids: Tensor, formats: list[str], contexts: list[i
         for name, own in times.items():
             rows.append({"part": "speed", "tokens": context, "cache": name, "ms": own})
             table.add_row(f"{context:,}", name, f"{median(own):.0f}", f"{min(own):.0f} to {max(own):.0f}")
-    Console().print(table)
+    to_stdout().print(table)
     return rows
 
 

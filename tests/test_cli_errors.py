@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 from trials import trials
 
 import kvfold
@@ -22,6 +23,7 @@ from kvfold.cache.report import CacheReport, LayerReport
 from kvfold.cli import errors, main
 from kvfold.cli.app import COMMANDS, command
 from kvfold.cli.generate import _beside_bf16, _bits
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate.records import held_cells
 
 ROOT = Path(__file__).parents[1]
@@ -371,6 +373,16 @@ def test_help_shows_what_is_in_brackets() -> None:
             assert "[" not in Console().render_str(text).plain or "\\[" in text, (name, option.name)
             assert Console().render_str(text).plain == text.replace("\\[", "["), (name, option.name)
     assert "kvfold[mlx]" in " ".join(fuzz_cli.call(["eval", "--help"])[1].split())
+
+
+def test_no_figure_is_cut_off_in_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = Table()
+    for i in range(12):
+        table.add_column(f"column {i}", no_wrap=True)
+    table.add_row(*["123456789"] * 12)
+    to_stdout().print(table)
+    assert capsys.readouterr().out.count("123456789") == 12
 
 
 def _report(dense: int, *layers: tuple[str, int, int, int]) -> CacheReport:

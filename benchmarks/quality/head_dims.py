@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import KeyStatistics
@@ -89,7 +89,7 @@ def main() -> None:
         for row in rows:
             cells = (f"{100 * row[f'{family}-{bits}']:.2f} %" for family in FAMILIES)
             table.add_row(f"{row['head_dim']} ({row['keys']})", *cells)
-        Console().print(table)
+        to_stdout().print(table)
     if args.json:
         args.json.write_text(json.dumps([row | {"versions": versions()} for row in rows], indent=2))
 

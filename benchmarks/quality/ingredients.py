@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import evaluate_formats, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FIT_TOKENS, KeyStatistics, Window
@@ -293,7 +294,7 @@ def main() -> None:
                     ["", ""] if own_row is None else [f"{own_row['kl_mean']:.4f}", f"{own_row['delta_ppl_pct']:+.2f} %"]
                 )
             table.add_row(name, *cells)
-        Console().print(table)
+        to_stdout().print(table)
     if args.json:
         about = {"text_sha": text_sha256(text), "offsets": args.offsets, "versions": versions()}
         args.json.write_text(json.dumps([about | row for row in rows], indent=2))

@@ -21,6 +21,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
@@ -90,7 +91,7 @@ def main() -> None:
             (f"{row['folded_bits_per_value']:.2f}", f"{row['delta_ppl_pct']:+.2f} %", f"{row['kl_mean']:.4f}")
         ]  # fmt: skip
         table.add_row(str(first["kind"]), f"{first['ppl_dense']:.2f}", str(first["format"]), *cells)
-    Console().print(table)
+    to_stdout().print(table)
     for format, by in columns:
         real = [row for row in rows if (row["format"], row["statistics"]) == (format, by) and row["kind"] != "repeated"]
         print(f"{format}, {by}: mean KL {sum(row['kl_mean'] for row in real) / len(real):.5f}")

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
 
@@ -114,7 +115,7 @@ def show(rows: list[dict[str, Any]], caches: list[str]) -> None:
             name, str(sum(value > 0 for value in own.values())), str(sum(own[case] > 0 for case in found)), *lost,
             f"{shift:.2f}",
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    to_stdout().print(table)
 
 
 if __name__ == "__main__":

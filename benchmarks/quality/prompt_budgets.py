@@ -34,6 +34,7 @@ from transformers import DynamicCache, PreTrainedModel
 import kvfold
 from kvfold.cache.budgets import Item, PromptBudgets, Stream, shrunk, spread, with_bits
 from kvfold.cache.calibration import Loss
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats import FIT_TOKENS, Window
@@ -164,7 +165,7 @@ def main() -> None:
     for side, loss in losses.items():
         name = ("keys", "values")[side.number]
         sides.add_row(str(side.layer), name, f"{loss:.5f}", f"{mean_cost[side]:.5f}", f"{ratio[side] / mean_ratio:.2f}")
-    Console().print(sides)
+    to_stdout().print(sides)
     table = Table(title=f"{args.model}, passages of {args.passage:,} tokens")
     figures = ("corr., all", "corr., far", "noise", "bits", "bits, turn")
     for column in ("text", "format", *figures, *(f"KL, {by}" for by in BY)):
@@ -174,11 +175,11 @@ def main() -> None:
         bits = (f"{row[f'bits_{by}']:.2f}" for by in ("alike", "turn"))
         kl = (f"{row[f'kl_{by}']:.4f}" for by in BY)
         table.add_row(row["kind"], row["format"], *correlations, f"{row['noise']:.2f}", *bits, *kl)
-    Console().print(table)
+    to_stdout().print(table)
     for format in formats:
         own = [row for row in rows if row["format"] == format]
         means = {by: statistics.mean(row[f"kl_{by}"] for row in own) for by in BY}
-        Console().print(f"{format}: mean KL", ", ".join(f"{by} {mean:.5f}" for by, mean in means.items()))
+        to_stdout().print(f"{format}: mean KL", ", ".join(f"{by} {mean:.5f}" for by, mean in means.items()))
     if args.json:
         about = {f"{side.layer}.{side.number}": (losses[side], mean_cost[side]) for side in losses}
         args.json.write_text(json.dumps({"sides": about, "rows": rows}, indent=2))

@@ -45,8 +45,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvfold.cli.output import to_stdout
 
 PARTS = ("startup", "speed", "load", "soak")
 KINDS = ("bf16", "fp8", "kvfold-4")
@@ -55,7 +56,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "build" / "serving.json"
 
 Row = dict[str, Any]
 
-console = Console(width=110)
+console = to_stdout()
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli.options import (
@@ -20,7 +19,7 @@ from kvfold.cli.options import (
     parse_dtype,
     text_of,
 )
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import plots
 from kvfold.evaluate.speed import SpeedRow, measure_speed
 from kvfold.formats.numbers import LARGEST, whole
@@ -69,7 +68,7 @@ def bench(
 
 
 def _print(rows: list[SpeedRow], model: str, dtype: torch.dtype) -> None:
-    console = Console()
+    console = to_stdout()
     name = str(dtype).removeprefix("torch.")
     console.print(f"{model}, {name}, {torch.get_num_threads()} threads; held and peak in MB", highlight=False)
     for context in dict.fromkeys(row.context for row in rows):

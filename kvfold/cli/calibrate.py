@@ -14,7 +14,7 @@ from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
 from kvfold.cache.files.paths import check_output
 from kvfold.cache.policy import Policy
 from kvfold.cli.options import Dtype, Model, TextFile, parse_dtype, text_of, token_progress
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.formats.numbers import LARGEST
@@ -123,4 +123,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
         bits = [":".join((re.findall(r"-(\d)", row[name]) * 2)[: len(row["kl"])]) for name in SHOWN]
         kl = [f"{each:.5f}" for each in row["kl"]] + [""]
         table.add_row(str(row["layer"]), *kl[:2], *bits)
-    Console().print(table)
+    to_stdout().print(table)

@@ -4,11 +4,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cli.options import Format, Model, TextFile, check_format, counted, text_of
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate.compare import COLUMNS, Executor, cells
 from kvfold.evaluate.compare import compare as compare_executors
 from kvfold.evaluate.passages import text_passages
@@ -53,7 +52,7 @@ def compare(
             "model": model, "text_sha": text_sha256(words), "format": format, "executors": names, "versions": versions()
         }  # fmt: skip
         return print_json(result.to_json(**about))
-    console = Console()
+    console = to_stdout()
     table = Table(title=f"{model}, {format}: {names[0]} and {names[1]}, {tokens:,} tokens")
     for column in COLUMNS:
         table.add_column(column, justify="right")

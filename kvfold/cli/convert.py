@@ -11,7 +11,7 @@ from rich.progress import track
 from torch import Tensor
 
 from kvfold.cache.files.paths import check_input, check_output, replacing
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.formats import get_format
 from kvfold.formats.base import MAX_HEAD_DIM
 from kvfold.formats.before_rope import BASE, frequencies_of
@@ -81,7 +81,7 @@ def convert(
     }  # fmt: skip
     if as_json:
         return print_json(row)
-    Console().print(
+    to_stdout().print(
         f"{count:,} vectors: {length:,} bytes of {source_format} to {row['bytes_to']:,} of {out_format}; "
         f"relative squared error between the two {row['error']:.3g}",
         highlight=False,

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvfold.cache.report import DERIVED, CacheReport, walk_tensors
 from kvfold.cli.options import Model, counted, formats_beside_dense, parse_dtype
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import FidelityMeter, read_in_lockstep, standard_text
 from kvfold.evaluate.records import ABOUT_HELD, HELD, held_cells
 from kvfold.formats.numbers import LARGEST
@@ -85,7 +85,7 @@ def _dense_report(cache: Cache) -> CacheReport:
 
 
 def _print(rows: list[dict[str, Any]], model: str) -> None:
-    console = Console()
+    console = to_stdout()
     figures = Table(
         title=f"{model}, {rows[0]['prompt_tokens']:,} tokens of context",
         caption=f"{ABOUT_HELD}; KL: mean divergence from dense, a token",

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 
 TESTED = {
     "torch": ("2.13.0", "2.13.0"),
@@ -85,7 +84,7 @@ def doctor(as_json: Json = False) -> None:
         for finding in findings:
             style = "red" if finding.broken else "yellow" if finding.remedy else None
             table.add_row(*map(escape, (finding.subject, finding.found, finding.remedy)), style=style)
-        Console().print(table)
+        to_stdout().print(table)
     if broken:
         raise typer.Exit(1)
 

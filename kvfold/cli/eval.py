@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.calibration import Calibration
@@ -25,7 +24,7 @@ from kvfold.cli.options import (
     parse_dtype,
     text_of,
 )
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import QualityRow, evaluate_formats, text_passages
 from kvfold.evaluate.records import ABOUT_HELD, HELD, held_cells
 from kvfold.formats.numbers import LARGEST
@@ -79,7 +78,7 @@ def evaluate(
 
 
 def _print(rows: list[QualityRow], model: str, layers: bool) -> None:
-    console = Console()
+    console = to_stdout()
     table = Table(
         title=f"{model}: {rows[0].n_tokens:,} tokens, dense PPL {rows[0].ppl_dense:.3f}",
         caption=ABOUT_HELD,

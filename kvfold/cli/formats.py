@@ -5,12 +5,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.attention.backend import FASTEST
 from kvfold.attention.dispatch import path_of
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.formats import BLOCKS, FORMATS, PAIRS, PRESETS, FormatPair, get_formats
 from kvfold.formats.block import BlockFormat
 
@@ -88,7 +87,7 @@ def formats(
             name, sizes[0] if sizes[0] == sizes[1] else " + ".join(sizes), f"{row['bits_per_value']:.3g}", dense,
             f"{row['what']} [dim]({row['source']})[/]",
         )  # fmt: skip
-    Console().print(table)
+    to_stdout().print(table)
 
 
 def _pairs(names: Sequence[str], head_dim: int, skip: bool) -> dict[str, FormatPair]:
@@ -117,7 +116,7 @@ def _print_paths(pairs: Mapping[str, FormatPair], head_dim: int, as_json: bool) 
         table.add_column(column)
     for row in rows:
         table.add_row(*(str(row[column]) for column in ("format", *present)))
-    Console().print(table)
+    to_stdout().print(table)
 
 
 def _lower(summary: str) -> str:

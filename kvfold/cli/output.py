@@ -1,14 +1,23 @@
-"""Answers as JSON, of all commands that have them."""
+"""Answers of commands on standard output: tables, and JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from math import isfinite
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+WIDE = 160
+"""Columns of a table that goes to a file or a program."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def to_stdout() -> Console:
+    """Standard output. Where it is no terminal and COLUMNS is not set, it is wide, so that no figure is cut off."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 
 
 def print_json(document: Any) -> None:

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
 from kvfold.cli.options import Dtype, Sliding, listed_formats, parse_dtype
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
@@ -73,7 +72,7 @@ def plan_command(
             "model": model, "memory": room, "context": context, "dtype": runs_as, "sliding": sliding, "layers": kinds,
         }  # fmt: skip
         return print_json(about | {"head_dim": evidence, "rows": [asdict(row) for row in rows]})
-    console = Console()
+    console = to_stdout()
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     console.print(f"layers: {counted}", highlight=False)
     if evidence:

@@ -22,7 +22,7 @@ from kvfold.cli.options import (
     text_of,
     token_progress,
 )
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate.passages import text_passages
 from kvfold.evaluate.records import ABOUT_OF_BF16, OF_BF16, RUN, Row, open_rows
 from kvfold.evaluate.sweep import Budgets, Steps, Sweep, cells, pareto, recommend
@@ -121,7 +121,7 @@ def _print(table: Table, ablation: Sequence[Row], rows: Sequence[Row], front: Co
     table.add_section()
     for row in rows:
         table.add_row(*_cells(row, "*" if id(row) in front else ""))
-    Console().print(table)
+    to_stdout().print(table)
 
 
 def _cells(row: Row, mark: str) -> list[str]:

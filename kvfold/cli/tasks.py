@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvfold.cache.calibration import Calibration
@@ -22,7 +21,7 @@ from kvfold.cli.options import (
     parse_dtype,
     token_progress,
 )
-from kvfold.cli.output import Json, print_json
+from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import plots
 from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
@@ -111,7 +110,7 @@ def _chosen(only: str, lengths: str, repeats: int) -> list[Task]:
 
 
 def _print(task: Task, rows: list[TaskRow], outcomes: list[Outcome]) -> None:
-    console = Console()
+    console = to_stdout()
     table = Table(title=f"{task.name}: {task.summary}")
     columns, lines = table_of(task, rows)
     for column in columns:

@@ -46,6 +46,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from kvfold.cli.output import to_stdout
 from kvfold.evaluate import standard_text, text_passages
 from kvfold.evaluate.quality import versions
 from kvfold.integrations.text import text_sha256
@@ -204,7 +205,7 @@ def print_table(rows: list[Row], title: str) -> None:
             f"{1e3 * row['seconds_per_step']:.0f}", verdict(row, "kvfold"), verdict(row, "kvfold_at_best"),
             style="bold" if row["package"] == "kvfold" else None,
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    to_stdout().print(table)
 
 
 def verdict(row: Row, key: str) -> str:
