@@ -102,13 +102,14 @@ def fuzz(folder: Path, runs: int, seed: int, verbose: bool = False) -> tuple[lis
     return faults, statuses
 
 
-def call(arguments: list[str]) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
+def call(arguments: list[str], given: str = LINE) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; `given` is on stdin."""
 
     def hang(*_: Any) -> None:
         raise Hung
 
-    out, err = io.StringIO(), io.StringIO()
+    out, err, stdin = io.StringIO(), io.StringIO(), sys.stdin
+    sys.stdin = io.StringIO(given)
     signal.signal(signal.SIGALRM, hang)
     signal.alarm(HANGS)
     try:
@@ -122,6 +123,7 @@ def call(arguments: list[str]) -> tuple[int, str, str]:
         err.write(f"\nTraceback: {type(error).__name__}: {error}")
     finally:
         signal.alarm(0)
+        sys.stdin = stdin
     return status, out.getvalue(), err.getvalue()
 
 
@@ -543,6 +545,18 @@ def generate(draw: Draw) -> list[str]:
     )
 
 
+def chat(draw: Draw) -> list[str]:
+    return draw.common(
+        draw.option("--system", lambda: draw.one(("Be brief.", "", "\udcff")), 0.3),
+        ["--max-new-tokens", draw.number(1, 3)],
+        draw.option("--format", draw.format, 0.6),
+        draw.option("--temperature", lambda: draw.number(0, 0.5, 1), 0.3),
+        draw.option("--dtype", draw.dtype, 0.2),
+        draw.option("--calibration", lambda: draw.one([draw.place.calibration, *draw.inputs()]).__str__(), 0.15),
+        draw.flag("--sliding", 0.1),
+    )
+
+
 def serve(draw: Draw) -> list[str]:
     return draw.end(
         [draw.model(), *draw.option("--format", draw.format), *draw.option("--calibration", draw.text, 0.3)]
@@ -746,6 +760,7 @@ def convert(draw: Draw) -> list[str]:
 COMMANDS: dict[str, Callable[[Draw], list[str]]] = {
     "demo": demo,
     "generate": generate,
+    "chat": chat,
     "serve": serve,
     "calibrate": calibrate,
     "eval": evaluate,

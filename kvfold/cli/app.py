@@ -14,6 +14,7 @@ from kvfold.cli.errors import VERSION
 COMMANDS = {
     "demo": "demo",
     "generate": "generate",
+    "chat": "chat",
     "serve": "serve",
     "calibrate": "calibrate",
     "eval": "evaluate",
