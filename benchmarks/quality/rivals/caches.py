@@ -61,13 +61,18 @@ def dense() -> Package:
 
 
 def kvfold(formats: list[str], calibration: Callable[[Any], Any] = lambda model: None) -> Package:
-    """kvfold's FoldedCache in an attached model, by the prompt alone or by what `calibration` makes of the model."""
+    """kvfold's FoldedCache in an attached model, by the prompt alone or by what `calibration` makes of the model.
+
+    "kvfold-4/sliding" folds layers with a sliding window, too.
+    """
 
     def make(model: Any, name: str) -> Subject:
         import kvfold
 
+        format, _, sliding = name.partition("/")
         kvfold.attach(model)
-        return Subject(kvfold.FoldedCache(model.config, name, calibration=calibration(model)))
+        policy = kvfold.Policy(format, sliding=sliding == "sliding")
+        return Subject(kvfold.FoldedCache(model.config, policy=policy, calibration=calibration(model)))
 
     return Package("", tuple(Setting(name, "", lambda model, name=name: make(model, name)) for name in formats))
 

@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="tokens decoded after it")
     parser.add_argument("--offsets", default="0,40000", help="where passages of the standard text start, in tokens")
     parser.add_argument("--text", type=Path, action="append", help="a file whose start is a passage, in its place")
-    parser.add_argument("--formats", default="kvfold-4,kvfold-3,kvfold-2,kvfold-1", help="kvfold's formats")
+    parser.add_argument(
+        "--formats", default="kvfold-4,kvfold-3,kvfold-2,kvfold-1", help="kvfold's formats, or kvfold-4/sliding, …"
+    )
     parser.add_argument("--rivals", default=",".join(RIVALS), help="which of them")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")

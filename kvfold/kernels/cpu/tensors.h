@@ -80,7 +80,7 @@ inline std::optional<Numbered> numbers_of(nb::handle tensor) {
   if (!seen || seen->ndim != 4 || seen->device.device_type != nb::device::cpu::value || !seen->data) return {};
   const std::optional<Dtype> dtype = dtype_of(seen->dtype);
   if (!dtype || (seen->strides[3] != 1 && seen->shape[3] > 1)) return {};
-  const nb::object negative = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), torch().is_neg.ptr()));
+  const nb::object negative = nb::steal(PyObject_CallMethodObjArgs(tensor.ptr(), torch().is_neg.ptr(), nullptr));
   if (!negative) PyErr_Clear();
   if (negative.ptr() != Py_False) return {};  // a lazy negation is still to be applied
   Numbered numbers;
