@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
 
 import transformers
 from small_model import make_small_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvfold
 from kvfold.integrations.models import demo_folder, load_model
@@ -238,3 +240,23 @@ def small_ids(_small: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> torch.
 def fixed_text() -> str:
     """Prose of another kind, the license's, for figures that are measured on one text and hold on another."""
     return (Path(__file__).parents[1] / "LICENSE").read_text()
+
+
+@pytest.fixture(scope="session")
+def real_heads(
+    _demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values of some of SmolLM2's layers, for 1,000 tokens of text."""
+    model, own, layers = _demo[0], _demo[0].config._attn_implementation, []
+
+    def record(module: object, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> object:
+        layers.append((query.clone(), key.clone(), value.clone()))
+        return sdpa_attention_forward(module, query, key, value, *rest, **options)
+
+    AttentionInterface.register("record", record)
+    model.set_attn_implementation("record")
+    try:
+        model(text_ids[:, :1000], use_cache=False)
+    finally:
+        model.set_attn_implementation(own)
+    return layers[::6]

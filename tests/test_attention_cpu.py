@@ -9,9 +9,8 @@ import torch
 from measured import measured
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvfold import FoldedCache, attach, detach
 from kvfold.attention import attend, cpu, dispatch, naive, reference
@@ -198,26 +197,6 @@ def test_its_own_error_is_invisible_beside_the_codec(isa: str) -> None:
         exact = reference.attend_rows(q.double(), new.layer.groups[0].rows, new.dense[0], scaling=1 / 8)
         own, codec = (fast - exact).square().sum(), (exact - dense).square().sum()
         assert own < 0.01 * codec, (format, (own / codec).item())
-
-
-@pytest.fixture(scope="module")
-def real_heads(
-    _demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values of some of SmolLM2's layers, for 1,000 tokens of text."""
-    model, own, layers = _demo[0], _demo[0].config._attn_implementation, []
-
-    def record(module: object, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> object:
-        layers.append((query.clone(), key.clone(), value.clone()))
-        return sdpa_attention_forward(module, query, key, value, *rest, **options)
-
-    AttentionInterface.register("record", record)
-    model.set_attn_implementation("record")
-    try:
-        model(text_ids[:, :1000], use_cache=False)
-    finally:
-        model.set_attn_implementation(own)
-    return layers[::6]
 
 
 @pytest.mark.parametrize("isa", cpu.INTEGER_SETS)

@@ -14,8 +14,12 @@ from kvfold.quant.packing import TILE
 QUERIES = 2_048
 """Most new tokens of all sequences that are attended at a time: their float32 states take memory."""
 NO_MASK: dict[str, Any] = {"mask": None, "mask_sequence": 0, "mask_head": 0, "mask_query": 0, "mask_columns": 0}
-WAVES = 4
-"""Programs wanted for each multiprocessor: if there are too few rows for that, contexts are split."""
+WARPS = 16
+"""Warps wanted for each multiprocessor: if there are too few rows for that, contexts are split."""
+ROWS_OF_B = 8
+"""Columns of a tensor core's right factor: the rows that a product of whole numbers takes at once."""
+MOST_WARPS = 4
+"""Each has at least one of the four tiles of tokens of a block."""
 MULTIPROCESSORS_OF_A_CPU = 2
 """The number assumed for the interpreter, so that contexts are split there too."""
 
@@ -107,27 +111,42 @@ def launch(
     widest = next_power_of_2(max(key_dim, value_dim, code_dim))
     block_rows = min(max(next_power_of_2(repeat * of.most), 16), max(8192 // widest, 16), 64)
     row_blocks = -(-repeat * of.most // block_rows)
-    splits = 0 if sides is None else _splits(row_blocks * sequences * kv_heads, of.most_pages, query.device)
+    warps = 4 if block_rows == TILE else 8  # by benchmarks/compile_kernels.py
+    whole = None if sides is None else _in_whole_numbers(*sides, repeat * of.most)
+    page_rows, page_warps = whole or (block_rows, warps)
+    page_blocks = -(-repeat * of.most // page_rows)
+    splits = 0
+    if sides is not None:
+        splits = _splits(page_warps * page_blocks * sequences * kv_heads, of.most_pages, query.device)
     parts = splits + len(spans)
     maxima, totals = (query.new_empty(parts, rows) for _ in range(2))
     rotated = query.new_empty(max(splits, 1), rows, code_dim)
     plain = query.new_empty(max(len(spans), 1), rows, value_dim)
     common: dict[str, Any] = {
         "first": of.first, "count": of.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
-        "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "EXACT": exact,
-        "num_warps": 4 if block_rows == TILE else 8, "num_stages": 1,  # by benchmarks/compile_kernels.py
+        "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "num_warps": warps, "num_stages": 1,
     }  # fmt: skip
-    if sides is not None:
+    if sides is not None and whole is not None:
+        from kvfold.kernels.gluon import attend as gluon
+
+        (keys, values), without = sides, ("lut", "bits", "groups")
+        gluon.attend_pages[page_blocks, sequences * kv_heads, splits](
+            rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
+            position=position, **mask, **keys.arguments("k", without), **values.arguments("v", (*without, "plain")),
+            TOKENS=tokens, KEYS=keys.numbers, VALUES=values.numbers,
+            **common | {"ROWS": page_rows, "num_warps": page_warps},
+        )  # fmt: skip
+    elif sides is not None:
         keys, values = sides
         k, v = (max(next_power_of_2(side.shape.code_dim), TILE) for side in sides)
         wide = exact or keys.shape.groups > 1 or values.shape.groups > 1  # numbers in float32
         block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
-        attend.attend_pages[row_blocks, sequences * kv_heads, splits](
+        attend.attend_pages[page_blocks, sequences * kv_heads, splits](
             rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
             position=position, **mask,
-            **keys.arguments("k", without="bits"), **values.arguments("v", without="plain"), TOKENS=tokens,
+            **keys.arguments("k", ("bits", "tables")), **values.arguments("v", ("plain", "tables")), TOKENS=tokens,
             KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
-            PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), **common,
+            PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), EXACT=exact, **common,
         )  # fmt: skip
     k, v = (max(next_power_of_2(dim), TILE) for dim in (key_dim, value_dim))
     for i, dense in enumerate(spans):
@@ -137,7 +156,7 @@ def launch(
             position=span.position, start=span.start, stop=span.stop, **mask,
             **_named("key", dense.key, dense.key_strides), **_named("value", dense.value, dense.value_strides),
             KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK=_block(64, max(k, v), 4096), K=k, V=v, **common,
+            BLOCK=_block(64, max(k, v), 4096), K=k, V=v, EXACT=exact, **common,
         )  # fmt: skip
     rotated_out, plain_out = query.new_empty(tokens, heads, code_dim), query.new_empty(tokens, heads, value_dim)
     attend.combine[(rows,)](
@@ -148,13 +167,33 @@ def launch(
     return rotated_out, plain_out
 
 
+SUMS = 1024
+"""Sums of values for each warp of a program: a thread's part of them stays in its registers."""
+
+
+def _in_whole_numbers(keys: Side, values: Side, rows: int) -> tuple[int, int] | None:
+    """Rows and warps of a program that multiplies whole numbers; None if numbers are multiplied as they are.
+
+    A program has 16 rows at most: with more, a thread's sums leave no registers for levels. It has 8 where channels
+    have scales, as queries are rounded for each page, or values are a view of keys, whose channels are many.
+    """
+    if keys.numbers is None or values.numbers is None:
+        return None
+    if values.numbers.token_lanes:
+        parts = values.numbers.warps_of_view
+        return None if parts == 0 else (ROWS_OF_B, min(parts, MOST_WARPS))
+    own = ROWS_OF_B if rows <= ROWS_OF_B or keys.numbers.centre_dim else 2 * ROWS_OF_B
+    warps = max(values.numbers.code_dim * own // SUMS, 1)
+    return own, min(1 << (warps.bit_length() - 1), MOST_WARPS)
+
+
 def _named(name: str, x: Tensor, strides: Sequence[int]) -> dict[str, Any]:
     return {name: x} | dict(zip((f"{name}_place", f"{name}_head", f"{name}_token"), strides, strict=True))
 
 
-def _splits(programs: int, pages: int, device: torch.device) -> int:
-    """How many parts a context is read in: as many as keep the GPU busy, of four pages or more."""
-    wanted = -(-WAVES * _multiprocessors(device) // programs)
+def _splits(warps: int, pages: int, device: torch.device) -> int:
+    """How many parts a context is read in: enough for the GPU if `warps` read each, of four pages or more."""
+    wanted = -(-WARPS * _multiprocessors(device) // warps)
     return max(min(wanted, pages // 4), 1)
 
 
