@@ -1,10 +1,13 @@
 """What Triton's compilers make of the GPU kernels, with no GPU: registers, what spills, how many instructions.
 
 Attention over a small cache, and folding, are called as usual; each launch is compiled for the target and not run.
-"a number" are the instructions that a thread spends on each number of a page, of which an H200 has some 28·10¹² a
-second; a dense kernel that is bound by memory reads 2.2·10¹² bfloat16 numbers in that time.
+"a number" are the instructions that a thread spends on each number of a page for all rows of a KV head, or for 64 of
+them; where a program has fewer, several read the page. An H200 has some 28·10¹² a second; a dense kernel that is bound
+by memory reads 2.2·10¹² bfloat16 numbers in that time.
 
     python benchmarks/compile_kernels.py [--targets cuda:90,cuda:80,hip:gfx942] [--formats kvfold-4] [--json FILE]
+
+NVIDIA's targets get the kernels in Gluon where forms fit, as at run time. --twin compiles Triton's for them as well.
 """
 
 import argparse
@@ -14,8 +17,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,9 +29,10 @@ from numpy.typing import NDArray
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from kvfold.attention.triton import attend_pool, attend_rows
+from kvfold.attention.triton import attend_pool, attend_rows, sides
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.pool.layer import PagedLayer
@@ -48,9 +54,10 @@ TYPES = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
+MOST_ROWS = 64
 
 
-def launches(work: Callable[[], object]) -> list[Launch]:
+def launches(work: Callable[[], object], tensor_cores: bool = False) -> list[Launch]:
     """Kernels that `work` launches, with arguments and options; none of them runs."""
     found: list[Launch] = []
 
@@ -58,11 +65,8 @@ def launches(work: Callable[[], object]) -> list[Launch]:
         options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
         found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | named, options))
 
-    whole, JITFunction.run = JITFunction.run, run
-    try:
+    with patch.object(JITFunction, "run", run), patch.object(sides, "tensor_cores", lambda device: tensor_cores):
         work()
-    finally:
-        JITFunction.run = whole
     return found
 
 
@@ -81,7 +85,7 @@ def source(kernel: JITFunction, arguments: dict[str, Any]) -> ASTSource:
             signature[param.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0:
                 known[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, known)
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, known)
 
 
 def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
@@ -165,11 +169,12 @@ def main() -> None:
     parser.add_argument("--targets", default="cuda:90,hip:gfx942", help="backend:architecture, separated by commas")
     parser.add_argument("--formats", default="kvfold-4,turboquant-4,kvfold-2")
     parser.add_argument("--dims", default="64,128,256", help="head dimensions, separated by commas")
+    parser.add_argument("--twin", action="store_true", help="Triton's kernels for NVIDIA, too, where Gluon's run")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
-    jobs: list[tuple[str, list[Launch]]] = []
+    jobs: list[tuple[str, int, Callable[[], object]]] = []  # what, rows of a KV head, and the work
     for name in args.formats.split(","):
-        for dim, repeat, tokens in ((128, 4, 1), (128, 4, 64), (64, 3, 1), (256, 4, 1)):
+        for dim, repeat, tokens in ((128, 4, 1), (128, 4, 64), (64, 4, 1), (256, 4, 1)):
             if str(dim) not in args.dims.split(","):
                 continue
             try:
@@ -177,44 +182,50 @@ def main() -> None:
             except ValueError:
                 continue  # not for this head_dim
             what = f"{name}, D{dim}, {repeat} heads × {tokens}"
-            jobs.append((what, launches(over_rows(name, dim, repeat, tokens))))
+            jobs.append((what, repeat * tokens, over_rows(name, dim, repeat, tokens)))
         if why_not_paged(get_formats(name, 128, 128)) is None:
-            jobs.append((f"{name}, D128, a pool", launches(over_pool(name, 128, 4))))
-            jobs.append((f"{name}, D128, into a pool", launches(into_pool(name, 128))))
+            jobs.append((f"{name}, D128, a pool", 4, over_pool(name, 128, 4)))
+            jobs.append((f"{name}, D128, into a pool", 0, into_pool(name, 128)))
     name = args.formats.partition(",")[0]
-    jobs.append((f"{name}, D128, float32", launches(over_rows(name, 128, 4, 1, torch.float32))))
-    jobs.append((f"{name}, D128, a mask", launches(over_rows(name, 128, 4, 64, masked=True))))
-    jobs.append(("turboquant-4, 576/512", launches(over_rows("turboquant-4", 576, 16, 1, value_dim=512))))
+    jobs.append((f"{name}, D128, float32", 4, over_rows(name, 128, 4, 1, torch.float32)))
+    jobs.append((f"{name}, D128, a mask", 256, over_rows(name, 128, 4, 64, masked=True)))
+    jobs.append(("turboquant-4, 576/512", 16, over_rows("turboquant-4", 576, 16, 1, value_dim=512)))
     how = RotatedCode(orthogonal("hadamard", 128), torch.linspace(-0.3, 0.3, 16), "least_squares")
     x = torch.randn(1, 1, 64, 128)
-    jobs.append(("4 bits, D128", launches(lambda: fold.fold_rotated(x, how, "tokens", 64, 0))))
+    jobs.append(("4 bits, D128", 0, lambda: fold.fold_rotated(x, how, "tokens", 64, 0)))
     centred = replace(how, centred=True)
-    jobs.append(("4 bits, D128, a centre", launches(lambda: fold.fold_rotated(x, centred, "channels", 64, 0))))
+    jobs.append(("4 bits, D128, a centre", 0, lambda: fold.fold_rotated(x, centred, "channels", 64, 0)))
     codes = torch.zeros(1, 64, 128, dtype=torch.uint8)
-    jobs.append(("4 bits, D128", launches(lambda: fold.pack(codes, [4] * 8, "tokens"))))
+    jobs.append(("4 bits, D128", 0, lambda: fold.pack(codes, [4] * 8, "tokens")))
     bits = spread_bits(4, 8)
     lut = level_table({b: flat_levels(b) for b in set(bits)}, bits)
     order = torch.arange(128, dtype=torch.int16)[None]
-    channelwise = launches(lambda: fold.fold_channelwise(x, order, lut, bits, SCALES, "tokens", 64))
-    jobs.append(("kvfold-4's keys, D128", channelwise))
+    channelwise = partial(fold.fold_channelwise, x, order, lut, bits, SCALES, "tokens", 64)
+    jobs.append(("kvfold-4's keys, D128", 0, channelwise))
     rows: list[dict[str, Any]] = []
     for target in args.targets.split(","):
         backend, _, arch = target.partition(":")
         gpu = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)
-        for what, found in jobs:
+        for what, queries, work in jobs:
+            found = launches(work, backend == "cuda")
+            if backend == "cuda" and args.twin:
+                found += launches(work)
             for kernel, arguments, options in found:
                 compiled = triton.compile(source(kernel, arguments), target=gpu, options=options)
-                row = {"target": target, "kernel": kernel.__name__, "for": what, "warps": compiled.metadata.num_warps,
-                       "shared bytes": compiled.metadata.shared} | resources(compiled)  # fmt: skip
+                row = {"target": target, "kernel": kernel.__name__, "in": "Gluon" if kernel.is_gluon() else "Triton",
+                       "for": what, "warps": compiled.metadata.num_warps, "shared bytes": compiled.metadata.shared,
+                       } | resources(compiled)  # fmt: skip
                 if backend == "cuda" and kernel.__name__ == "attend_pages":
-                    read = sum(arguments[side].code_dim for side in ("KEYS", "VALUES")) * arguments["BLOCK"]
-                    row["a number"] = round(instructions(compiled, read), 1)
+                    block = 64 if kernel.is_gluon() else arguments["BLOCK"]
+                    read = sum(arguments[side].code_dim for side in ("KEYS", "VALUES")) * block
+                    programs = max(min(queries, MOST_ROWS) / arguments["ROWS"], 1)
+                    row["a number"] = round(instructions(compiled, read) * programs, 1)
                 if row not in rows:
                     rows.append(row)
     table = Table(title="kernels as compiled")
     columns = dict.fromkeys(column for row in rows for column in row)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("target", "kernel", "for") else "right")
+        table.add_column(column, justify="left" if column in ("target", "kernel", "in", "for") else "right")
     for row in rows:
         table.add_row(*(str(row.get(column, "")) for column in columns))
     to_stdout().print(table)

@@ -63,8 +63,8 @@ DECODE = [
 ]
 """Batch, tokens, KV heads, query heads a KV head; head_dim is 128."""
 DIM = 128
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
-"""Of the reference's norm; bfloat16's own rounding of a result is 2e-3."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+"""Of the reference's norm; bfloat16's own rounding of a result is 2e-3, that to whole numbers 5e-3 to 2e-2."""
 
 console = to_stdout()
 
@@ -385,16 +385,18 @@ def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> I
 
 def report() -> Iterator[Row]:
     """Of the kernels that ran so far in this process, the most of each."""
+    from kvfold.kernels.gluon import attend as whole_numbers
     from kvfold.kernels.triton import attend as attending
     from kvfold.kernels.triton import fold as folding
 
-    kernels = (attending.attend_pages, attending.attend_dense, attending.combine, folding._fold_rotated,
-               folding._fold_channelwise, folding._pack)  # fmt: skip
+    kernels = (whole_numbers.attend_pages, attending.attend_pages, attending.attend_dense, attending.combine,
+               folding._fold_rotated, folding._fold_channelwise, folding._pack)  # fmt: skip
     for kernel in kernels:
         variants = [variant for cached in kernel.device_caches.values() for variant in cached[0].values()]
         if variants:
             yield {
-                "kernel": kernel.__name__, "variants": len(variants), "registers": max(v.n_regs for v in variants),
+                "kernel": kernel.__name__, "in": kernel.__module__.split(".")[2], "variants": len(variants),
+                "registers": max(v.n_regs for v in variants),
                 "spills": max(v.n_spills for v in variants), "shared bytes": max(v.metadata.shared for v in variants),
             }  # fmt: skip
 
