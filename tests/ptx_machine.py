@@ -104,10 +104,12 @@ def _from_halves(halves: Words) -> Words:
 SIGNED = {"s32": np.int32, "s64": np.int64, "u32": np.uint32, "u64": np.uint64, "b32": np.uint32, "b64": np.uint64,
           "s16": np.int16, "u16": np.uint16, "b16": np.uint16}  # fmt: skip
 COMPARE: dict[str, Callable[[Words, Words], Words]] = {
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "leu": np.less_equal, "geu": np.greater_equal, "gtu": np.greater, "neu": np.not_equal, "equ": np.equal,
-    "ltu": np.less,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
+    "ne": lambda x, y: (x < y) | (x > y),
+    "leu": lambda x, y: ~(x > y), "geu": lambda x, y: ~(x < y), "gtu": lambda x, y: ~(x <= y),
+    "ltu": lambda x, y: ~(x >= y), "equ": lambda x, y: ~((x < y) | (x > y)), "neu": np.not_equal,
 }  # fmt: skip
+"""Those that end in u are true of a NaN."""
 
 
 def prmt(a: Words, b: Words, selector: Words) -> Words:
@@ -211,12 +213,16 @@ class Machine:
         found = self._read(base.strip()).astype(np.int64)
         return found + int(offset) if offset.strip() else found
 
+    @staticmethod
+    def _check_aligned(space: str, address: Words, size: int, active: Words) -> None:
+        """Numbers that are read or written together lie at a multiple of their size, or a GPU stops."""
+        assert space != "global" or not (address[active] % size).any(), "not aligned"
+
     def _gather(self, space: str, address: Words, size: int, active: Words) -> Words:
         memory = self._memory.bytes if space == "global" else self._shared
         at = np.where(active, address, 0)[:, None] + np.arange(size)
         if space == "global":
             assert self._memory.known[at[active]].all(), "reads beyond a tensor"
-            assert not (address[active] % size).any(), "a read that is not aligned"
         return np.ascontiguousarray(memory[at]).view(f"u{size}")[:, 0]
 
     def _scatter(self, space: str, address: Words, value: Words, size: int, active: Words) -> None:
@@ -237,6 +243,7 @@ class Machine:
         elif op == "st":
             size = int(kind[1:]) // 8
             values = [x.strip() for x in rest[0].strip("{} ").split(",")]
+            self._check_aligned(how[0], self._address(to), size * len(values), active)
             for i, value in enumerate(values):
                 self._scatter(how[0].partition(":")[0], self._address(to) + size * i, self._read(value), size, active)
         elif op == "mma":
@@ -273,6 +280,7 @@ class Machine:
             return
         size, space = int(how[-1][1:]) // 8, how[0].partition(":")[0]
         names = [x.strip() for x in to.strip("{} ").split(",")]
+        self._check_aligned(space, self._address(place), size * len(names), active)
         for i, name in enumerate(names):
             self._write(name, self._gather(space, self._address(place) + size * i, size, active), active)
 

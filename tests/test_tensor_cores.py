@@ -1,6 +1,9 @@
 """Kernels in Gluon: their instructions and what they compute as compiled, by a machine for PTX in place of a GPU."""
 
+import dataclasses
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +19,12 @@ from kvfold.quant import packing
 
 pytest.importorskip("triton")
 import ptx_machine
+import triton
 from compiled import tensor_cores
 
-from kvfold.kernels.gluon import ptx
-from kvfold.kernels.gluon.numbers import MOST_BITS
+from kvfold.attention.triton import target
+from kvfold.kernels.gluon import numbers, ptx
+from kvfold.kernels.gluon.numbers import MOST_BITS, SOURCES, Numbers
 
 LANES, THREADS = 16, np.arange(32)
 G, T = THREADS // 4, THREADS % 4
@@ -33,7 +38,7 @@ def test_products_of_codes_in_registers(bits: int, one: bool) -> None:
     tiles = 1 if one else 4
     codes = random.integers(0, 2**bits, (LANES, 16 * tiles))
     packed = packing.pack(torch.from_numpy(codes).to(torch.uint8), [bits] * tiles, "tokens").numpy().reshape(tiles, -1)
-    numbers = _numbers(random, bits)
+    levels = _numbers(random, bits)
     b = random.integers(-128, 128, (16 * tiles, 8))
     words = []
     for width, _, _, offset in ptx.offsets(bits, one):
@@ -50,10 +55,10 @@ def test_products_of_codes_in_registers(bits: int, one: bool) -> None:
         for quad in order:
             right = [_bytes(b[16 * T + step, G]) for step in quad]
             registers.append(sum(byte << np.uint32(8 * i) for i, byte in enumerate(right)))
-    table = [np.full(32, word, np.uint32) for word in ptx.table(numbers)[: ptx.table_words(bits)]]
+    table = [np.full(32, word, np.uint32) for word in ptx.table(levels)[: ptx.table_words(bits)]]
     zero = [np.zeros(32, np.uint32)] * 4
     found = ptx_machine.run_text(ptx.multiply(bits, one, 1, 1, "s8"), 4, [*zero, *words, *registers, *shifts, *table])
-    true = np.array(numbers)[codes] @ b - ptx.BIAS[bits] * b.sum(0)
+    true = np.array(levels)[codes] @ b - ptx.BIAS[bits] * b.sum(0)
     for r, sums in enumerate(found):
         assert np.array_equal(sums.view(np.int32), true[G + 8 * (r // 2), 2 * T + r % 2])
 
@@ -78,12 +83,49 @@ def _bytes(x: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 @pytest.fixture(scope="module")
 def ran() -> Iterator[list[str]]:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU runs them itself: test_triton.py")
     with tensor_cores() as ran:
         yield ran
 
 
 def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("capability", "variables", "version", "runs"),
+    [
+        ((9, 0), {}, "3.9.1", True),
+        ((7, 5), {}, "3.9.1", False),
+        ((9, 0), {"KVFOLD_GLUON": "0"}, "3.9.1", False),
+        ((9, 0), {"TRITON_INTERPRET": "1"}, "3.9.1", False),
+        ((9, 0), {}, "3.8.0", False),
+        ((9, 0), {}, "4.0.0", False),
+    ],
+)
+def test_which_devices_run_them(
+    capability: tuple[int, int], variables: dict[str, str], version: str, runs: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "__version__", version)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    target._compiles.cache_clear()
+    assert target.tensor_cores(torch.device("cuda")) == runs
+    assert not target.tensor_cores(torch.device("cpu"))
+    assert ("slower ones run" in caplog.text) == (not version.startswith("3.9"))
+    target._compiles.cache_clear()
+
+
+def test_what_is_compiled_depends_on_what_writes_it() -> None:
+    """Triton's cache on the disk does not see functions that write assembly."""
+    fields = dataclasses.fields(Numbers)
+    assert next(each for each in fields if each.name == "sources").default == SOURCES
+    files = [Path(numbers.__file__), Path(ptx.__file__)]
+    assert hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest().startswith(SOURCES)
 
 
 CASES = [
@@ -154,6 +196,18 @@ def test_own_error_where_values_are_a_view_of_keys(ran: list[str], name: str, di
     assert len(ran) == before + 1
     exact = attend(query.double(), new, scaling=dim**-0.5, backend="reference")
     assert (fast - exact).square().sum() < 0.01 * (exact - _dense(query, key, value)).square().sum()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_an_infinite_query_of_a_channel_that_is_not_coded(ran: list[str], value: float) -> None:
+    """Its scores are -inf for keys of one sign, and a weight of 0 would hide it."""
+    key, query = _random(1, 1, 131, 160, seed=1).abs().bfloat16(), _random(1, 2, 1, 160, seed=2).half()
+    cache = LayerCache(LayerConfig("turboquant-4", values_of_keys=True))
+    cache.observe(None, cache.append(key[:, :, :130], key[:, :, :130, :128]))
+    query[0, 1, 0, 150] = value
+    out = attend(query, cache.append(key[:, :, 130:], key[:, :, 130:, :128]), scaling=0.1, backend="triton")
+    assert out[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -1,21 +1,38 @@
 """Which of the kernels for pages a device runs."""
 
+import logging
+import os
 from functools import cache
 
 import torch
 
+logger = logging.getLogger("kvfold")
+
+SWITCH = "KVFOLD_GLUON"
+"""Set to 0, this environment variable keeps to the kernels in Triton."""
+TESTED = "3.9."
+"""Triton's releases that the kernels in Gluon were compiled with: Gluon is experimental, and changes."""
+
 
 def tensor_cores(device: torch.device) -> bool:
-    """Whether a device runs the kernels in Gluon: it is NVIDIA's, multiplies bytes, and Triton is new enough."""
+    """Whether a device runs the kernels in Gluon: it is NVIDIA's, multiplies bytes, and Triton's Gluon is known."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    return _gluon_has_assembly()
+    return os.environ.get(SWITCH) != "0" and os.environ.get("TRITON_INTERPRET", "0") == "0" and _compiles()
 
 
 @cache
-def _gluon_has_assembly() -> bool:
+def _compiles() -> bool:
+    """Whether the kernels can be imported; the log says so if not, as those in Triton are slower."""
     try:
-        from triton.experimental.gluon import language
-    except ImportError:  # before Triton 3.4
-        return False
-    return hasattr(language, "inline_asm")
+        import triton
+
+        if triton.__version__.startswith(TESTED):
+            import kvfold.kernels.gluon.attend  # noqa: F401
+
+            return True
+        why = f"they were compiled with Triton {TESTED}*, this is {triton.__version__}"
+    except Exception as error:  # whatever an experimental module raises
+        why = f"{type(error).__name__}: {error}"
+    logger.warning("kernels for tensor cores are left out, and slower ones run: %s", why)
+    return False

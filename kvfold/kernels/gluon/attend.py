@@ -611,6 +611,7 @@ def _block_scores(
 @gluon.jit
 def _weigh(scores, visible, maximum, softcap, SOFTCAP: gl.constexpr):
     """Unnormalised probabilities, the new maximum, and the factor on older sums."""
+    scores += 0 * scores  # an infinity becomes NaN, which reaches the output
     if SOFTCAP:
         scores = softcap * (2 / (1 + gl.exp2(scores * (-2 * LOG2E / softcap))) - 1)
     scores = gl.where(visible, scores, float("-inf"))

@@ -9,10 +9,14 @@ Three things differ. Single bits are ±32, as no table makes them. Runs are not 
 and tokens both have scales are multiplied here, too, with 16 bits: the CPU has floats there.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
+
+from kvfold.quant.packing import TILE
 
 BLOCK = 64
 """Tokens that are read at a time: four tiles."""
@@ -21,6 +25,12 @@ MOST_BITS = 6
 MOST_VALUE_BITS = 5
 ROUNDED = 4
 """Levels of more bits must lie on the grid."""
+WIDEST = 512
+"""Channels of a run whose queries have 16 bits: with more, sums might leave 32 bits."""
+SOURCES = hashlib.sha256(
+    b"".join(Path(__file__).with_name(name).read_bytes() for name in ("numbers.py", "ptx.py"))
+).hexdigest()[:16]
+"""Of what writes the instructions: Triton keeps compiled kernels on the disk, and does not see that it changes."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class Numbers:
     offset: int
     centre: int
     plain: int
+    sources: str = SOURCES
 
     @property
     def warps_of_view(self) -> int:
@@ -117,6 +128,8 @@ def runs_of(
             runs.append(Run(g, 1, b, before, group, step, middle, b > ROUNDED or fine, what[2], len(tables)))
             tables += 2 * ptx.table(numbers)
         last, before = what, before + b
+    if any(run.two_bytes and run.tiles > WIDEST // TILE for run in runs):
+        return None
     return tuple(runs), tables
 
 
