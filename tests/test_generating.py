@@ -103,11 +103,12 @@ def test_what_contradicts_it_is_refused(
 
 
 def test_a_cache_beside_it_is_refused(llama: PreTrainedModel, random_ids: Ids) -> None:
-    for cache in (FoldedCache(llama.config), DynamicCache(config=llama.config)):
+    ids = random_ids(1, 80)
+    filled = DynamicCache(config=llama.config)
+    llama(ids[:, :9], **cache_argument(llama, filled))
+    for cache in (FoldedCache(llama.config), filled):
         with pytest.raises(ValueError, match="makes the cache itself"):
-            llama.generate(
-                random_ids(1, 80), custom_generate=kvfold.generate, format="kvfold-4", **cache_argument(llama, cache)
-            )
+            llama.generate(ids, custom_generate=kvfold.generate, format="kvfold-4", **cache_argument(llama, cache))
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,15 @@ def _cache(model: PreTrainedModel, **options: Any) -> FoldedCache:
 def _replace_cache(
     model: PreTrainedModel, model_inputs: dict[str, Any], make: Callable[[PreTrainedModel], FoldedCache]
 ) -> bool:
-    """Put a folded cache in the place of the one that `generate` has made; whether it had made one."""
+    """Put a folded cache in the place of the one that `generate` has made; whether it had made one.
+
+    Releases of transformers before `_is_user_defined` do not tell an empty DynamicCache that was given from their own.
+    """
     name = cache_name(type(model).forward)
     made: Any = None if name is None else model_inputs.get(name)
-    if type(made) is not DynamicCache or made.offloading or getattr(made, "_is_user_defined", False):
+    if type(made) is not DynamicCache or made.offloading or made.get_seq_length():
+        return False
+    if getattr(made, "_is_user_defined", False):
         return False
     model_inputs[str(name)] = make(model)
     return True
@@ -142,8 +147,9 @@ def _listen() -> None:
         *args: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
+        given = model_kwargs.get(str(cache_name(type(self).forward)))
         done = prepare(self, generation_config, model_kwargs, *args, **named)
-        if (make := _made_by_default) is not None and not generation_config.is_assistant:
+        if given is None and (make := _made_by_default) is not None and not generation_config.is_assistant:
             _replace_cache(self, model_kwargs, make)
         return done
 
