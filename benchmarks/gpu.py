@@ -40,6 +40,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention import attend
 from kvfold.attention.pool import PagedAttention
+from kvfold.attention.triton.target import tensor_cores
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.pool.layer import PagedLayer
@@ -63,10 +64,17 @@ DECODE = [
 ]
 """Batch, tokens, KV heads, query heads a KV head; head_dim is 128."""
 DIM = 128
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-"""Of the reference's norm; bfloat16's own rounding of a result is 2e-3, that to whole numbers 5e-3 to 2e-2."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
+"""Of the reference's norm; bfloat16's own rounding of a result is 2e-3."""
+IN_WHOLE_NUMBERS = 3e-2
+"""The same where a device multiplies whole numbers, which rounds by 5e-3 to 2e-2 (KVFOLD_GLUON=0: it does not)."""
 
 console = to_stdout()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far this device may be from the reference."""
+    return IN_WHOLE_NUMBERS if dtype != torch.float32 and tensor_cores(DEVICE) else TOLERANCE[dtype]
 
 
 def main() -> None:
@@ -135,7 +143,7 @@ def check() -> Iterator[Row]:
             continue  # not for this head_dim
         error, same = worst_error(name, dtype, **shape)
         what = ", ".join(f"{k} {v}" for k, v in shape.items()) or f"dim {DIM}"
-        yield row_of(f"{name}, {what}", str(dtype).removeprefix("torch."), error, TOLERANCE[dtype], same)
+        yield row_of(f"{name}, {what}", str(dtype).removeprefix("torch."), error, tolerance(dtype), same)
     for name in ("kvfold-4", "turboquant-4"):
         yield row_of(f"{name}, an engine's pool", "bfloat16", *pool_error(name))
         yield row_of(f"{name}, pages beside the CPU's", "float32", *fold_error(name))
@@ -214,7 +222,7 @@ def pool_error(name: str) -> tuple[float, float]:
             query, key, value = (torch.randn(step.tokens, heads, DIM, device=DEVICE).bfloat16() for heads in (6, 2, 2))
             out = attention(query, key, value, step)
         outs.append(out)
-    return distance(*outs), TOLERANCE[torch.bfloat16]
+    return distance(*outs), tolerance(torch.bfloat16)
 
 
 def fold_error(name: str) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from test_paged import Engine, _tokens
 from torch import Tensor
 
 from kvfold.attention import BACKENDS, attend, triton
+from kvfold.attention.triton.target import SWITCH, tensor_cores
 from kvfold.cache import rows
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
@@ -81,14 +83,17 @@ def _attend(
 def _check(
     name: str, held: int, chunks: Sequence[int], dtype: torch.dtype = torch.float32, repeat: int = 3, **options
 ) -> None:
-    fast = _attend("triton", name, held, chunks, dtype, repeat, **options)
+    with patch.dict(os.environ, {SWITCH: "0"}):
+        fast = _attend("triton", name, held, chunks, dtype, repeat, **options)
     true = _attend("reference", name, held, chunks, dtype, repeat, **options)
     assert true.abs().amax() > 0.1
     if dtype == torch.float32:
         torch.testing.assert_close(fast, true, rtol=0, atol=2e-5)
     else:
-        rounding = 4e-3 if DEVICE == "cpu" else 3e-2  # a GPU may multiply whole numbers
-        assert (fast.float() - true.float()).norm() < rounding * true.float().norm()
+        assert (fast.float() - true.float()).norm() < 4e-3 * true.float().norm()
+    if dtype != torch.float32 and tensor_cores(torch.device(DEVICE)):  # the kernel in Gluon, which rounds more
+        whole = _attend("triton", name, held, chunks, dtype, repeat, **options)
+        assert (whole.float() - true.float()).norm() < 3e-2 * true.float().norm()
 
 
 @pytest.mark.parametrize("name", NAMES)

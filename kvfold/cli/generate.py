@@ -39,7 +39,7 @@ from kvfold.integrations.models import load_model, sources_of
 from kvfold.integrations.text import check_text, read_text
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.layer import FoldedLayer
-from kvfold.integrations.transformers.prompt import Answer, answer, prompt_ids, read_prompt
+from kvfold.integrations.transformers.prompt import Answer, answer, common, prompt_ids, read_prompt
 from kvfold.integrations.transformers.saving import check_savable
 
 BUDGET = 2048
@@ -210,7 +210,7 @@ def _by_torch(question: _Question, eviction: TriAttention | None, cache_file: Pa
     if cache_file is not None and cache_file.exists():
         # The document's tokens are those that stay whatever is asked after it.
         starts = (prompt_ids(tokenizer, question.parts[0] + more, question.raw)[0] for more in ("", "\n\n?"))
-        cache = _reused(cache_file, cache, ids, 0 if replace else _common(*starts))
+        cache = _reused(cache_file, cache, ids, 0 if replace else common(*starts))
     held = cache.get_seq_length()
     with counted("reading the prompt", ids.shape[1] - 1, held) as read:
         read_prompt(network, ids, cache, progress=read)
@@ -291,7 +291,7 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> Folde
                 "another --cache"
             )
     held, prompt = loaded.ids[0], ids[0]
-    alike = _common(held, prompt)
+    alike = common(held, prompt)
     keep = min(alike, len(prompt) - 1)
     if keep == len(held):
         return loaded
@@ -308,12 +308,6 @@ def _reused(path: Path, fresh: FoldedCache, ids: Tensor, document: int) -> Folde
         say += ", and this model's sliding windows do not go back"
     Console(stderr=True).print(f"{say}: {keep} are reused", highlight=False, markup=False, soft_wrap=True)
     return loaded if keep else fresh
-
-
-def _common(one: Tensor, other: Tensor) -> int:
-    """How many tokens two texts, (T,), have in common before they part."""
-    both = min(len(one), len(other))
-    return int((one[:both] == other[:both]).long().cumprod(0).sum())
 
 
 def _same_formats(kept: CacheLayerMixin, asked: CacheLayerMixin) -> bool:

@@ -6,6 +6,7 @@ Random numbers come from NumPy's frozen MT19937 stream: the same seed gives the 
 machine and in every release.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from torch import Tensor
 from kvfold.quant.tables import on
 
 
-class Transform:
+class Transform(ABC):
     """x ↦ R·x for row vectors, the map back, and what it does to queries; R is float32, (code_dim, D).
 
     Without a residual, code_dim is D and the map back is R⁻¹. A residual adds rows to R for its own channels. The map
@@ -39,13 +40,13 @@ class Transform:
         """The map back, written R⁻¹: float32, (D, code_dim)."""
         return self.matrix.mT if self.general_inverse is None else self.general_inverse
 
+    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that it holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matrix_on(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """R on a device, in a dtype."""
-        raise NotImplementedError
 
     def apply(self, x: Tensor) -> Tensor:
         """R·x for every row of `x` (…, D)."""

@@ -167,7 +167,7 @@ def launch(
     return rotated_out, plain_out
 
 
-SUMS = 1024
+SUMS_OF_A_WARP = 1024
 """Sums of values for each warp of a program: a thread's part of them stays in its registers."""
 
 
@@ -183,7 +183,7 @@ def _in_whole_numbers(keys: Side, values: Side, rows: int) -> tuple[int, int] | 
         parts = values.numbers.warps_of_view
         return None if parts == 0 else (ROWS_OF_B, min(parts, MOST_WARPS))
     own = ROWS_OF_B if rows <= ROWS_OF_B or keys.numbers.centre_dim else 2 * ROWS_OF_B
-    warps = max(values.numbers.code_dim * own // SUMS, 1)
+    warps = max(values.numbers.code_dim * own // SUMS_OF_A_WARP, 1)
     return own, min(1 << (warps.bit_length() - 1), MOST_WARPS)
 
 

@@ -15,7 +15,7 @@ from transformers.generation.streamers import TextStreamer
 from kvfold.cache.files.paths import replacing
 from kvfold.integrations.text import read_text
 from kvfold.integrations.transformers.cache import FoldedCache
-from kvfold.integrations.transformers.prompt import Answer, answer, read_prompt
+from kvfold.integrations.transformers.prompt import Answer, answer, common, read_prompt
 
 ROLES = ("system", "user", "assistant")
 
@@ -112,8 +112,7 @@ class Conversation:
     def _go_back(self, ids: Tensor) -> None:
         """Let the cache hold the first tokens of `ids`, and not all of them: the last one is read to be answered."""
         held = self._ids.shape[1]
-        both = min(held, ids.shape[1] - 1)
-        alike = int((self._ids[:, :both] == ids[:, :both]).long().cumprod(1).sum())
+        alike = common(self._ids[0], ids[0, :-1])
         if alike < held:
             try:
                 self.cache.crop(alike - held)

@@ -44,6 +44,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = Fals
     return ids
 
 
+def common(one: Tensor, other: Tensor) -> int:
+    """How many tokens two texts, (T,), have in common before they part."""
+    both = min(len(one), len(other))
+    return int((one[:both] == other[:both]).long().cumprod(0).sum())
+
+
 PLAIN = {
     "use_cache": True, "cache_implementation": None, "num_beams": 1, "num_return_sequences": 1,
     "return_dict_in_generate": False, "output_attentions": False, "output_hidden_states": False,
