@@ -10,7 +10,7 @@ import pytest
 from commands import run_kvfold
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour import TASKS, Case, Outcome, Task, Turn, run_task, sum_up
+from kvfold.evaluate.behaviour import TASKS, Case, Outcome, Task, Turn, notes_on, run_task, sum_up, table_of
 from kvfold.evaluate.behaviour.arithmetic import Arithmetic
 from kvfold.evaluate.behaviour.case import chat_turn, next_chat_turn
 from kvfold.evaluate.behaviour.conversation import BATCH_TOKENS, batches, converse
@@ -99,6 +99,43 @@ def test_divergence_counts_to_the_first_different_token(demo: Demo) -> None:
         assert detail in said
 
 
+def test_divergence_is_of_folded_text(demo: Demo) -> None:
+    """It asks about prompts that are long enough to fold: most of each is folded when its continuation ends."""
+    model, tokenizer = demo
+    task = Divergence(tokens=24)
+    asked = [case for case in task.cases(tokenizer, seed=0) if case.name in ("code/0/0", "dialogue/1/0")]
+    assert len(asked) == 2
+    folded: dict[str, float] = {}
+    converse(model, tokenizer, asked, "kvfold-4", lambda case, _, share: folded.update({case.name: share}))
+    assert all(0.7 < share < 0.95 for share in folded.values()), folded
+    converse(model, tokenizer, asked, None, lambda case, _, share: folded.update({case.name: share}))
+    assert set(folded.values()) == {0}
+
+
+def test_a_row_of_a_batch_counts_its_own_folded_tokens(demo: Demo) -> None:
+    """Of two conversations in one batch, the short one ends before anything is folded, and says so."""
+    model, tokenizer = demo
+    cases = [Case(str(n), (Turn(tuple(tokenizer("word " * n).input_ids), 8, forced=True),)) for n in (100, 500)]
+    folded: dict[str, float] = {}
+    converse(model, tokenizer, cases, "kvfold-4", lambda case, _, share: folded.update({case.name: share}))
+    assert folded["100"] == 0
+    assert folded["500"] > 0.7
+
+
+def test_a_format_that_folded_nothing_gets_no_figure() -> None:
+    def outcome(case: int, format: str, folded: float) -> Outcome:
+        about = {"family": "prose" if case < 2 else "code"}
+        return Outcome("divergence", str(case), about, format, "", "", 1.0, "", 1, folded)
+
+    outcomes = [outcome(i, "dense", 0) for i in range(4)] + [outcome(i, "kvfold-4", 0.5 * (i > 1)) for i in range(4)]
+    rows = sum_up(Divergence(), outcomes)
+    _, lines = table_of(Divergence(), rows)
+    assert [line[-1] for line in lines] == ["unfolded", "100%", "100%"]
+    assert [row.unfolded for row in rows] == [2, 0, 2]
+    (note,) = notes_on(Divergence(), rows)
+    assert "2 of 4" in note
+
+
 def test_loops_are_found_and_prose_is_none() -> None:
     assert find_loop([7, 8, *[1, 2, 3] * 5]) == Loop(2, 3, 5)
     assert find_loop([7, 8, *[1, 2, 3] * 5, 1]) == Loop(2, 3, 5)  # cut off in the middle of a period
@@ -151,7 +188,7 @@ def test_a_batch_says_what_each_conversation_says_alone(demo: Demo, format: str 
 
     def run(chosen: Sequence[Case]) -> dict[str, Any]:
         said: dict[str, Any] = {}
-        converse(model, tokenizer, chosen, format, lambda case, replies: said.update({case.name: replies}))
+        converse(model, tokenizer, chosen, format, lambda case, replies, _: said.update({case.name: replies}))
         return said
 
     together = run(cases)
@@ -192,7 +229,7 @@ def test_known_outcomes_are_not_asked_again(demo: Demo) -> None:
 
 def test_a_task_that_dense_cannot_do_gives_no_figure() -> None:
     def outcome(case: int, format: str, score: float) -> Outcome:
-        return Outcome("needle", str(case), {"length": 1, "depth": 0}, format, "", "", score, "", 1)
+        return Outcome("needle", str(case), {"length": 1, "depth": 0}, format, "", "", score, "", 1, 0.5)
 
     cannot = [outcome(i, format, float(i == 0)) for format in ("dense", "x") for i in range(10)]
     can = [outcome(i, format, float(i < 5)) for format in ("dense", "x") for i in range(10)]

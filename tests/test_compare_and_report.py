@@ -103,7 +103,19 @@ def test_report(small_folder: Path, tmp_path: Path) -> None:
     files = []
     for name, command in {
         "eval.json": ("eval", "--passage", "150", "--passages", "1", "--formats", "centred-4,turboquant-3"),
-        "tasks.json": ("tasks", "--tasks", "needle", "--lengths", "120", "--repeats", "1", "--formats", "centred-4"),
+        "tasks.json": (
+            "tasks",
+            "--tasks",
+            "needle",
+            "--lengths",
+            "120",
+            "--repeats",
+            "1",
+            "--formats",
+            "centred-4",
+            "--out",
+            str(tmp_path / "tasks.jsonl"),
+        ),
         "compare.json": ("compare", "--tokens", "120", "--generate", "2"),
         "plan.json": ("plan", "--memory", "1GB"),
     }.items():
@@ -138,6 +150,7 @@ def test_report_keeps_jobs_apart_and_takes_unfinished_ones(tmp_path: Path) -> No
         return {
             "model": model, "seed": 0, "dtype": "float32", "task": "needle", "case": str(case), "about": about,
             "format": format, "expected": "1", "answer": "1", "score": score, "detail": "", "tokens": 100,
+            "folded": 0.5,
         }  # fmt: skip
 
     def run(stage: str, format: str, verdict: str) -> dict[str, object]:

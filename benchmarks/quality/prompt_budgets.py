@@ -8,7 +8,8 @@ a cache would not hold dense then. Printed: how the logarithms of these costs co
 memory, with
 
     alike     as many bits for all layers
-    turn      bits by the prompt, layer after layer, as FoldedCache gives them by itself
+    turn      bits by the prompt, layer after layer, as FoldedCache gives them by itself: equal ones, where fewer than
+              `kvfold.cache.budgets.FEWEST` layers fold
     at once   the same costs, all known before the first layer is decided
     others    as "turn", by the first tokens of the three other texts; their mean
     losses    by the calibration's losses
@@ -23,6 +24,7 @@ import sys
 from math import exp, log
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -32,6 +34,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
+from kvfold.cache import budgets
 from kvfold.cache.budgets import Item, PromptBudgets, Stream, shrunk, spread, with_bits
 from kvfold.cache.calibration import Loss
 from kvfold.cli.output import to_stdout
@@ -52,7 +55,8 @@ BY = ("alike", "turn", "at once", "others", "losses")
 
 def costs_of(model: PreTrainedModel, ids: Tensor, window: Window | None = None) -> Costs:
     """What folding each layer's sides costs by the first tokens of `ids`, as a cache finds it."""
-    cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
+    with patch.object(budgets, "FEWEST", 1):  # costs are asked for of models, too, that keep equal bits
+        cache = kvfold.FoldedCache(model.config, policy=kvfold.Policy("kvfold-4", window=window))
     model(ids[:, :FIT_TOKENS], past_key_values=cache, logits_to_keep=1)
     first = next(layer for layer in cache.layers if isinstance(layer, FoldedLayer))
     (shares,) = first.folded.config.budgets.shares.values()
@@ -70,10 +74,10 @@ def by_bits(format: str, bits: dict[Stream, int]) -> kvfold.Policy:
 def in_turn(format: str, costs: Costs) -> kvfold.Policy:
     """Bits as a cache gives them."""
     layers = sorted({side.layer for side in costs})
-    budgets = PromptBudgets(dict.fromkeys(layers, format))
+    given = PromptBudgets(dict.fromkeys(layers, format))
     for layer in layers:
-        budgets.decide(layer, 0, [costs[Stream(layer, n)] for n in (0, 1)], (1, 1))
-    return by_bits(format, {side: budgets.shares[0][side.layer].bits[side.number] for side in costs})
+        given.decide(layer, 0, [costs[Stream(layer, n)] for n in (0, 1)], (1, 1))
+    return by_bits(format, {side: given.shares[0][side.layer].bits[side.number] for side in costs})
 
 
 def at_once(format: str, costs: Costs) -> kvfold.Policy:

@@ -260,6 +260,15 @@ class HeldLayer(ABC):
             self.index, self.folded_as, self.columns, self.evicted_count, self.value_count, dense, held_bytes
         )
 
+    def folded_shares(self) -> list[float]:
+        """Of each row's tokens that came, the share that is held folded; 0 of rows without tokens."""
+        shares = [0.0] * self.batch
+        for group in self.groups:
+            rows = group.rows
+            for row in group.batch_rows.tolist() if rows.seen else ():
+                shares[row] = 1 - (rows.unfolded + rows.evicted) / rows.seen
+        return shares
+
     @property
     def evicted_count(self) -> int:
         """Tokens that each head has forgotten, summed over rows; not those that a sliding window has left behind."""

@@ -23,7 +23,7 @@ from kvfold.cli.options import (
 )
 from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import plots
-from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, outcome_row, run_task, sum_up, table_of
+from kvfold.evaluate.behaviour import TASKS, Outcome, Task, TaskRow, notes_on, outcome_row, run_task, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import OUTCOME, append_row, open_rows
@@ -120,10 +120,8 @@ def _print(task: Task, rows: list[TaskRow], outcomes: list[Outcome]) -> None:
             table.add_section()
         table.add_row(*line)
     console.print(table)
-    if not task.compares:
-        console.print("[dim]In brackets: of the cases that the dense cache solves, those that stay solved.[/]")
-    if any(not row.able for row in rows):
-        console.print("[dim]–: this model cannot do it with a dense cache either, so there is no figure.[/]")
+    for note in notes_on(task, rows):
+        console.print(f"[dim]{note}[/]", highlight=False)
     for outcome in outcomes:
         if task.name == "loops" and outcome.detail:
             console.print(f"[dim]{outcome.format}, {outcome.case}: {outcome.detail}[/]", highlight=False)

@@ -23,7 +23,7 @@ _ABOUT: Row = {
 
 OUTCOME: Row = _ABOUT | {
     "task": str, "case": str, "about": dict, "format": str, "expected": str, "answer": str, "score": float,
-    "detail": str, "tokens": int, "replies": ([[int]], None),
+    "detail": str, "tokens": int, "folded": float, "replies": ([[int]], None),
 }  # fmt: skip
 """Fields of a row of `kvfold tasks`: types by name, [type] for lists, (type, None) for optional fields."""
 
@@ -82,11 +82,16 @@ def check_row(row: Any, shape: Any, where: str) -> None:
     if isinstance(shape, tuple):
         if row is not None:
             check_row(row, shape[0], where)
-    elif isinstance(shape, list | dict):
-        check_row(row, type(shape), where)
-        for name in shape if isinstance(shape, dict) else range(len(row)):
-            own, part = (shape[name], row.get(name)) if isinstance(shape, dict) else (shape[0], row[name])
-            check_row(part, own, f"{where}, {name}")
+    elif isinstance(shape, dict):
+        check_row(row, dict, where)
+        for name, own in shape.items():
+            if name not in row and not isinstance(own, tuple):
+                raise ValueError(f"{where} lacks {name!r}: it is of another version, or no such row; name another file")
+            check_row(row.get(name), own, f"{where}, {name}")
+    elif isinstance(shape, list):
+        check_row(row, list, where)
+        for i, part in enumerate(row):
+            check_row(part, shape[0], f"{where}, {i}")
     else:
         fits = isinstance(row, int | float if shape is float else shape) and not isinstance(row, bool)
         if not fits or (isinstance(row, int | float) and abs(row) > MOST):

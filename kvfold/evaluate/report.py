@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.cache.files.paths import check_input
 from kvfold.evaluate import compare, plots, sweep
-from kvfold.evaluate.behaviour import TASKS, Outcome, sum_up, table_of
+from kvfold.evaluate.behaviour import TASKS, Outcome, notes_on, sum_up, table_of
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.quality import versions
 from kvfold.evaluate.records import (
@@ -279,10 +279,7 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Section]:
             for format in dict.fromkeys(row["format"] for row in own):
                 grid = [row for row in own if row["format"] == format]
                 section.figures.append(_svg(plots.needle_grid, grid))
-        if not task.compares:
-            section.notes.append("In brackets: of the cases that the dense cache solves, the share that stays solved.")
-        if not all(row.able for row in figures):
-            section.notes.append("–: the model cannot do it with a dense cache either, so there is no figure.")
+        section.notes += notes_on(task, figures)
         columns, lines = table_of(task, figures)
         if lines:
             section.tables.append(TableOf(columns, lines))

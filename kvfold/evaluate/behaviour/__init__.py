@@ -6,7 +6,7 @@ from kvfold.evaluate.behaviour.divergence import Divergence
 from kvfold.evaluate.behaviour.loops import Loops
 from kvfold.evaluate.behaviour.needle import Needle
 from kvfold.evaluate.behaviour.recall import Recall
-from kvfold.evaluate.behaviour.run import TaskRow, outcome_row, run_task, sum_up, table_of
+from kvfold.evaluate.behaviour.run import TaskRow, notes_on, outcome_row, run_task, sum_up, table_of
 from kvfold.evaluate.behaviour.transliteration import Transliteration
 
 TASKS: dict[str, type[Task]] = {
@@ -14,4 +14,6 @@ TASKS: dict[str, type[Task]] = {
 }
 """Every task by name."""
 
-__all__ = ["TASKS", "Case", "Outcome", "Task", "TaskRow", "Turn", "outcome_row", "run_task", "sum_up", "table_of"]
+__all__ = [
+    "TASKS", "Case", "Outcome", "Task", "TaskRow", "Turn", "notes_on", "outcome_row", "run_task", "sum_up", "table_of",
+]  # fmt: skip

@@ -77,6 +77,9 @@ class Outcome:
         A note on the score, such as where a loop began.
     tokens
         Tokens of the whole conversation.
+    folded
+        The share of them that layers which fold held folded at the end. With 0, the cache was dense throughout, and the
+        outcome says nothing about the format.
     """
 
     task: str
@@ -88,6 +91,7 @@ class Outcome:
     score: float
     detail: str
     tokens: int
+    folded: float
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""

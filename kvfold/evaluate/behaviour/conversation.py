@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kvfold.cache.calibration import Calibration
 from kvfold.evaluate.behaviour.case import Case, Replies
 from kvfold.integrations.transformers import FoldedCache
 from kvfold.integrations.transformers.calls import cache_argument
+from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.prompt import plain_settings
 
 BATCH_TOKENS = 8_192
@@ -24,14 +26,15 @@ def converse(
     tokenizer: PreTrainedTokenizerBase,
     cases: Sequence[Case],
     format: str | None,
-    done: Callable[[Case, Replies], None],
+    done: Callable[[Case, Replies, float], None],
     *,
     calibration: Calibration | None = None,
 ) -> None:
-    """Hold the conversation of every case with an attached model, greedily, and call `done` with it when it ends.
+    """Hold the conversation of every case with an attached model, greedily, and call `done` when it ends.
 
-    Turns go on from the cache of the turn before, as in a chat. `format` None is a dense cache; without `calibration`,
-    folded ones take the statistics of each prompt's first tokens.
+    `done` is called with the case, its replies, and the share of its tokens that is folded then. Turns go on from the
+    cache of the turn before, as in a chat. `format` None is a dense cache; without `calibration`, folded ones take the
+    statistics of each prompt's first tokens.
     """
     for batch in batches(cases):
         cache = (
@@ -39,8 +42,15 @@ def converse(
             if format is None
             else FoldedCache(model.config, format, calibration=calibration)
         )
-        for case, replies in zip(batch, _hold(model, tokenizer, batch, cache), strict=True):
-            done(case, replies)
+        held = _hold(model, tokenizer, batch, cache)
+        for case, replies, folded in zip(batch, held, _folded(cache, len(batch)), strict=True):
+            done(case, replies, folded)
+
+
+def _folded(cache: DynamicCache | FoldedCache, rows: int) -> list[float]:
+    """Each row's folded share of its tokens, as a mean over the layers that fold; 0 if none does."""
+    layers = [layer.folded.folded_shares() for layer in cache.layers if isinstance(layer, FoldedLayer)]
+    return [fmean(row) for row in zip(*layers, strict=True)] or [0.0] * rows
 
 
 def batches(cases: Sequence[Case]) -> list[list[Case]]:

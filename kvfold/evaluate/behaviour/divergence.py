@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, chat_turn
+from kvfold.evaluate.behaviour.case import Case, Replies, Score, Task, Turn, chat_turn, plain
+from kvfold.integrations.text import standard_text
 
 FAMILIES = {
     "prose": (
@@ -39,11 +41,15 @@ FAMILIES = {
 class Divergence(Task):
     """Greedy continuations of several kinds of text, compared token by token with the dense cache's.
 
-    Greedy text is chaotic: one changed token changes all that follow, right or wrong. So this shows how far caches
-    differ, not how good the text is.
+    Other text comes first. Without it, a conversation would end before most formats fold anything. Greedy text is
+    chaotic: one changed token changes all that follow, right or wrong. So this shows how far caches differ, not how
+    good the text is.
     """
 
     tokens: int = 200
+    """Of the continuation."""
+    filler: int = 500
+    """Tokens of other text in front."""
 
     name = "divergence"
     summary = "share of a greedy continuation before its first different token"
@@ -51,12 +57,17 @@ class Divergence(Task):
     compares = True
 
     def cases(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Case]:
+        hay, random = plain(tokenizer, standard_text()), np.random.RandomState(seed)
         cases = []
         for family, prompts in FAMILIES.items():
             for i, prompt in enumerate(prompts):
+                start = random.randint(len(hay) - self.filler)
+                other = tokenizer.decode(hay[start : start + self.filler])
                 chat = prompt.removeprefix("chat:")
-                ids = chat_turn(tokenizer, chat) if chat != prompt else tuple(tokenizer(prompt).input_ids)
-                cases.append(Case(f"{family}/{i}", (Turn(ids, self.tokens, forced=True),), "", {"family": family}))
+                whole = f"{other}\n\n{chat}"
+                ids = chat_turn(tokenizer, whole) if chat != prompt else tuple(tokenizer(whole).input_ids)
+                about = {"family": family, "filler": self.filler, "seed": seed}
+                cases.append(Case(f"{family}/{i}/{seed}", (Turn(ids, self.tokens, forced=True),), "", about))
         return cases
 
     def score(self, case: Case, replies: Replies, dense: Replies, tokenizer: PreTrainedTokenizerBase) -> Score:

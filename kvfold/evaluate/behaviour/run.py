@@ -71,14 +71,14 @@ def run_task(
             if format == DENSE:
                 dense[case.name] = row["replies"]
 
-        def finish(case: Case, replies: Replies, format: str = format) -> None:
+        def finish(case: Case, replies: Replies, folded: float, format: str = format) -> None:
             if format == DENSE:
                 dense[case.name] = replies
             score, detail = task.score(case, replies, dense[case.name], tokenizer)
             tokens = sum(len(turn.ids) for turn in case.turns) + sum(len(reply) for reply in replies)
             outcome = Outcome(
                 task.name, case.name, case.about, format, case.expected, tokenizer.decode(replies[-1]), score, detail,
-                tokens,
+                tokens, folded,
             )  # fmt: skip
             outcomes[format, case.name] = outcome
             done(outcome, replies)
@@ -108,6 +108,8 @@ class TaskRow:
         Of the cases that the dense cache solves, the share that this format solves too; None if there are none.
     able
         Whether the model solves enough with a dense cache for the figures to say something.
+    unfolded
+        Cases that ended before the format had folded anything. They say nothing about it.
     """
 
     task: str
@@ -118,6 +120,7 @@ class TaskRow:
     folded: float
     kept: float | None
     able: bool
+    unfolded: int
 
 
 def sum_up(task: Task, outcomes: Sequence[Outcome]) -> list[TaskRow]:
@@ -148,6 +151,7 @@ def sum_up(task: Task, outcomes: Sequence[Outcome]) -> list[TaskRow]:
                     folded=sum(own[name].score for name in names) / len(names),
                     kept=sum(own[name].score == 1 for name in solved) / len(solved) if solved else None,
                     able=task.compares or len(solved) >= ENOUGH * len(names),
+                    unfolded=sum(own[name].folded == 0 for name in names),
                 )
             )
     return rows
@@ -163,6 +167,23 @@ def table_of(task: Task, rows: Sequence[TaskRow]) -> tuple[list[str], list[list[
         line = [label, str(own[0].cases)] + ([] if task.compares else [f"{own[0].dense:.0%}"])
         for row in own:
             kept = "" if row.kept is None or task.compares else f" ({row.kept:.0%})"
-            line.append(f"{row.folded:.0%}{kept}" if row.able else "–")
+            line.append("unfolded" if row.unfolded == row.cases else f"{row.folded:.0%}{kept}" if row.able else "–")
         lines.append(line)
     return ["", "cases", *([] if task.compares else ["dense"]), *formats], lines
+
+
+def notes_on(task: Task, rows: Sequence[TaskRow]) -> list[str]:
+    """What a reader of `table_of` must know."""
+    notes = []
+    if not task.compares:
+        notes.append("In brackets: of the cases that the dense cache solves, the share that stays solved.")
+    if not all(row.able for row in rows):
+        notes.append("–: the model cannot do it with a dense cache either, so there is no figure.")
+    totals = {row.format: row for row in rows}  # the last of each
+    for row in totals.values():
+        if row.unfolded:
+            notes.append(
+                f"{row.format} folded nothing in {row.unfolded} of {row.cases} cases, which end too early: there it "
+                "is a dense cache, and they say nothing about it."
+            )
+    return notes
