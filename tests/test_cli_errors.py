@@ -342,6 +342,25 @@ def test_an_interrupt_of_what_is_imported(module: str) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("torchao", ("generate", "--prompt", "x", "--weights", "int8"), "kvfold[weights]"),
+        ("torchao", ("bench", "--weights", "int8"), "kvfold[weights]"),
+        ("lm_eval", ("harness", "--tasks", "x"), "kvfold[harness]"),
+    ],
+)
+def test_what_an_extra_brings_is_said(
+    missing: str, arguments: tuple[str, ...], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "kvfold.integrations.harness", raising=False)
+    status, _, err = fuzz_cli.call([*arguments])
+    assert status == 1
+    assert extra in err
+    assert len(err.splitlines()) == 1
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors.run(["--version"]) == 0
     assert capsys.readouterr().out == f"kvfold {version('kvfold')}\n"

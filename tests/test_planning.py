@@ -303,6 +303,28 @@ def test_command(tmp_path: Path) -> None:
     assert "327,680" in table
 
 
+def test_weights_are_counted_as_they_load(tmp_path: Path) -> None:
+    """By dtype, of shared weights once; by file; by amount. What they take is not left for caches."""
+    model = tiny_model("gemma3")
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    size = sum(weight.numel() for weight in loaded.parameters())
+    file = (tmp_path / "model.safetensors").stat().st_size
+    for weights, taken in (
+        ("bfloat16", 2 * size), ("float32", 4 * size), (str(tmp_path), file),
+        (str(tmp_path / "model.safetensors"), file), ("0.5GB", 500_000_000),
+    ):  # fmt: skip
+        run = _plan("--model", str(tmp_path), "--memory", "1GB", "--weights", weights, "--json")
+        told = json.loads(run.stdout)
+        assert told["weights"] == taken
+        assert told["memory"] == 10**9 - taken
+    beside = {row["format"]: row["users"] for row in told["rows"]}
+    alone = json.loads(_plan("--model", str(tmp_path), "--memory", "1GB", "--json").stdout)
+    assert alone["weights"] is None
+    for row in alone["rows"]:
+        assert beside[row["format"]] == pytest.approx(row["users"] / 2, abs=1)
+
+
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
@@ -337,6 +359,9 @@ def test_gguf_that_cannot_be_planned(tmp_path: Path) -> None:
         load_config(damaged)
 
 
+NUMBERS = ("--layers", "2", "--kv-heads", "2", "--head-dim", "64")
+
+
 def test_errors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for arguments, message in (
@@ -345,6 +370,10 @@ def test_errors(tmp_path: Path) -> None:
         (("--model", "some/model"), "nothing is downloaded for a plan"),
         (("--layers", "2"), "--kv-heads is missing"),
         (("--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--memory", "much"), "memory = 'much'"),
+        ((*NUMBERS, "--weights", "bfloat16"), "weights = 'bfloat16': name the --model"),
+        ((*NUMBERS, "--weights", "q4_k_m"), "weights = 'q4_k_m': give float32, bfloat16, float16, int8, a file or"),
+        ((*NUMBERS, "--weights", str(tmp_path)), "the folder holds no *.safetensors"),
+        ((*NUMBERS, "--weights", "9GB", "--memory", "8GB"), "the weights take 9.00 GB"),
     ):
         run = _plan(*arguments)
         assert isinstance(run.exception, ValueError | OSError)  # which the command line tells in one line

@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "bench",
     "sweep": "sweep",
     "tasks": "tasks",
+    "harness": "harness",
     "compare": "compare",
     "report": "report",
     "plan": "plan_command",

@@ -13,6 +13,7 @@ from kvfold.cli.options import (
     Formats,
     Model,
     TextFile,
+    Weights,
     counted,
     formats_beside_dense,
     listed_integers,
@@ -25,6 +26,7 @@ from kvfold.evaluate.speed import SpeedRow, measure_speed
 from kvfold.formats.numbers import LARGEST, whole
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import attach
+from kvfold.integrations.weights import weights_held
 
 
 def bench(
@@ -33,6 +35,7 @@ def bench(
     contexts: Annotated[str, typer.Option(help="Lengths of prompts in tokens, separated by commas.")] = "512,2048,7900",
     new: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens to decode after each prompt.")] = 32,
     dtype: Dtype = None,
+    weights: Weights = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
     text: TextFile = None,
     plot: Annotated[
@@ -50,27 +53,30 @@ def bench(
     if not lengths:
         raise ValueError(f"contexts = {contexts!r}: give at least one length")
     plots.check(plot, (text, model))
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     words = text_of(text)
     if threads is not None:
         whole("threads", threads, 1, os.cpu_count() or 1)
         torch.set_num_threads(threads)
-    network, tokenizer = load_model(model, weights)
+    network, tokenizer = load_model(model, held_in, weights)
     attach(network)
     ids = tokenizer(words, return_tensors="pt").input_ids
     with counted("timing", sum((1 + len(names)) * (length + new) for length in lengths)) as done:
         rows = measure_speed(network, ids, names, lengths, new, progress=done)
     if plot is not None:
         plots.save(plots.speed(rows), plot)
+    held = weights_held(network)
     if as_json:
-        return print_json([row.to_json(model=model, dtype=str(network.dtype)) for row in rows])
-    _print(rows, model, network.dtype)
+        about = {"model": model, "dtype": str(network.dtype), "weights": weights, "weights_bytes": held}
+        return print_json([row.to_json(**about) for row in rows])
+    _print(rows, model, network.dtype, held)
 
 
-def _print(rows: list[SpeedRow], model: str, dtype: torch.dtype) -> None:
+def _print(rows: list[SpeedRow], model: str, dtype: torch.dtype, weights: int) -> None:
     console = to_stdout()
     name = str(dtype).removeprefix("torch.")
-    console.print(f"{model}, {name}, {torch.get_num_threads()} threads; held and peak in MB", highlight=False)
+    about = f"{model}, {name}, {torch.get_num_threads()} threads; weights {weights / 1e6:,.0f} MB; held and peak in MB"
+    console.print(about, highlight=False)
     for context in dict.fromkeys(row.context for row in rows):
         table = Table(title=f"after {context:,} tokens")
         for column in ("cache", "prefill s", "tok/s", "ms", "ratio", "overall", "held", "peak"):

@@ -14,7 +14,17 @@ from rich.markup import escape
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.cli.errors import told
-from kvfold.cli.options import CalibrationFile, Dtype, Format, Model, Sliding, check_format, counted, parse_dtype
+from kvfold.cli.options import (
+    CalibrationFile,
+    Dtype,
+    Format,
+    Model,
+    Sliding,
+    Weights,
+    check_format,
+    counted,
+    parse_dtype,
+)
 from kvfold.formats import DEFAULT
 from kvfold.formats.numbers import LARGEST
 from kvfold.integrations.models import load_model
@@ -39,6 +49,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 decodes greedily; above, samples.")] = 0.0,
     dtype: Dtype = None,
+    weights: Weights = None,
     calibration: CalibrationFile = None,
     sliding: Sliding = False,
 ) -> None:
@@ -47,10 +58,10 @@ def chat(
     Lines are read from the terminal, or from a file or program. /help lists what can be asked of the program itself.
     """
     check_format(format)
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     before = [] if system is None else [{"role": "system", "content": check_text(system, "system")}]
     measured = None if calibration is None else Calibration.load(calibration)
-    network, tokenizer = load_model(model, weights)
+    network, tokenizer = load_model(model, held_in, weights)
     attach(network)
 
     def cache_in(format: str) -> FoldedCache:

@@ -20,7 +20,7 @@ TRACEBACK = "KVFOLD_TRACEBACK"
 VERSION = "--version"
 FAILED = 1
 PACKAGE = Path(__file__).parents[1]
-LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx_lm")
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx_lm", "lm_eval", "datasets", "torchao")
 """Packages that run what is a model's own: its code, its settings, its chat template."""
 
 

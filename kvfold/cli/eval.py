@@ -16,6 +16,7 @@ from kvfold.cli.options import (
     RuntimeName,
     Sliding,
     TextFile,
+    Weights,
     check_runtime,
     counted,
     formats_beside_dense,
@@ -42,6 +43,7 @@ def evaluate(
         str | None, typer.Option(help="Where passages start, in tokens, separated by commas; instead of --passages.")
     ] = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     calibration: CalibrationFile = None,
     sliding: Sliding = False,
     layers: Annotated[bool, typer.Option("--layers", help="Also print each layer's key and value error.")] = False,
@@ -55,14 +57,14 @@ def evaluate(
     a passage.
     """
     names = formats_beside_dense(formats)
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     starts = None if offsets is None else listed_integers("offsets", offsets)
     check_runtime(runtime)
     if sliding and runtime != "torch":
         raise ValueError(f"sliding, and runtime = {runtime!r}: windows fold for runtime 'torch' only; leave one out")
     words = text_of(text)
     measured = None if calibration is None else Calibration.load(calibration)
-    network, tokenizer = load_runtime(runtime, model, weights)
+    network, tokenizer = load_runtime(runtime, model, held_in, weights)
     network.attach()
     parts = text_passages(tokenizer, words, passage, passages, starts)
     with counted("reading", sum(part.shape[1] for part in parts) * (1 + len(names))) as read:
@@ -71,7 +73,7 @@ def evaluate(
     if as_json:
         about = {
             "model": model, "runtime": runtime, "text_sha": text_sha256(words), "passage": passage,
-            "calibrated": measured is not None, "sliding": sliding,
+            "calibrated": measured is not None, "weights": weights, "sliding": sliding,
         }  # fmt: skip
         return print_json([row.to_json(**about) for row in rows])
     _print(rows, model, layers)

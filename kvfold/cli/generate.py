@@ -25,6 +25,7 @@ from kvfold.cli.options import (
     Model,
     RuntimeName,
     Sliding,
+    Weights,
     check_format,
     check_runtime,
     counted,
@@ -85,6 +86,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="When to stop, if the model does not.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above, samples.")] = 0.0,
     dtype: Dtype = None,
+    weights: Weights = None,
     calibration: CalibrationFile = None,
     sliding: Sliding = False,
     cache_file: CacheFile = None,
@@ -130,11 +132,12 @@ def generate(
     check_runtime(runtime)
     for name, value, only in (
         ("cache", cache_file, "torch"), ("eviction", eviction, "torch"), ("sliding", sliding or None, "torch"),
+        ("weights", weights, "torch"),
         *((*limit, "mlx") for limit in limits.items()),
     ):  # fmt: skip
         if value is not None and runtime != only:
             raise ValueError(f"{name} = {value}, and runtime = {runtime!r}: it is for runtime {only!r}; leave one out")
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     parts = [] if file is None else [read_text(file, "file")]
     if prompt is not None:
         parts.append(check_text(prompt, "prompt"))
@@ -143,7 +146,16 @@ def generate(
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
     question = _Question(
-        model, Policy(format, sliding=sliding), parts, max_new_tokens, temperature, weights, calibration, raw, as_json
+        model,
+        Policy(format, sliding=sliding),
+        parts,
+        max_new_tokens,
+        temperature,
+        held_in,
+        weights,
+        calibration,
+        raw,
+        as_json,
     )
     if runtime == "mlx":
         ids, held, said, report = _by_mlx(question, [*limits.values()])
@@ -187,6 +199,7 @@ class _Question:
     max_new_tokens: int
     temperature: float
     dtype: torch.dtype | None
+    weights: str | None
     calibration: Path | None
     raw: bool
     quiet: bool
@@ -201,7 +214,7 @@ _Answered = tuple[Tensor, int, Answer, CacheReport]
 
 
 def _by_torch(question: _Question, eviction: TriAttention | None, cache_file: Path | None, replace: bool) -> _Answered:
-    network, tokenizer = load_model(question.model, question.dtype)
+    network, tokenizer = load_model(question.model, question.dtype, question.weights)
     ids = question.ids(tokenizer)
     attach(network)
     cache = FoldedCache(network.config, policy=question.policy, calibration=question.calibration, eviction=eviction)

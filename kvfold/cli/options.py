@@ -28,6 +28,11 @@ Format = Annotated[str, typer.Option(help="A format, or keys:values; see `kvfold
 Formats = Annotated[str, typer.Option(help="Formats, or keys:values, separated by commas.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the model's.")]
 
+Weights = Annotated[
+    str | None,
+    typer.Option(help=escape("int8: quantise the weights (pip install 'kvfold[weights]'); by default as they are.")),
+]
+
 CalibrationFile = Annotated[
     Path | None,
     typer.Option("--calibration", help="A file of `kvfold calibrate`; by default a prompt's own first 256 tokens."),
@@ -72,11 +77,15 @@ def check_runtime(runtime: str) -> None:
             raise ValueError(f"runtime = 'mlx': {error}") from None
 
 
-def load_runtime(runtime: str, model: str, dtype: torch.dtype | None) -> tuple[Runtime, PreTrainedTokenizerBase]:
+def load_runtime(
+    runtime: str, model: str, dtype: torch.dtype | None, weights: str | None = None
+) -> tuple[Runtime, PreTrainedTokenizerBase]:
     """A model on an engine, not attached, and a tokenizer of transformers."""
     if runtime == "torch":
-        network, tokenizer = load_model(model, dtype)
+        network, tokenizer = load_model(model, dtype, weights)
         return TransformersRuntime(network), tokenizer
+    if weights is not None:
+        raise ValueError(f"weights = {weights!r}, and runtime = 'mlx': give mlx-lm a folder that is quantised already")
     from kvfold.integrations.mlx.runtime import MlxRuntime
 
     return MlxRuntime.load(model, dtype)

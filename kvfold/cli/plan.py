@@ -11,18 +11,23 @@ import typer
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.cli.options import Dtype, Sliding, listed_formats, parse_dtype
+from kvfold.cli.options import DTYPES, Dtype, Sliding, listed_formats, parse_dtype
 from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
 from kvfold.integrations.transformers.shapes import config_of_each_layer, layer_shapes, resolve_head_dim
+from kvfold.integrations.weights import WEIGHTS, weight_bytes
 from kvfold.planning import DENSE_DTYPES, held_bytes, plan
 
 UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+
+
+WEIGHT_FILES = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
+"""Files that hold a model's weights."""
 
 
 def plan_command(
@@ -34,6 +39,13 @@ def plan_command(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Coordinates of a key or value of one head.")] = None,
     memory: Annotated[str, typer.Option(help="What the cache may take: 24GB, 512MiB, …")] = "8GB",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Count the weights, too: a dtype, int8, a file or folder of weights, or an amount such as 4.9GB. "
+            "--memory is then for weights and cache."
+        ),
+    ] = None,
     dtype: Dtype = None,
     context: Annotated[int, typer.Option(help="Tokens of each user's sequence.")] = 32_768,
     formats: Annotated[str, typer.Option(help="Formats, keys:values, or dense dtypes, separated by commas.")] = (
@@ -52,6 +64,8 @@ def plan_command(
 
     kvfold plan --model ./my-model --memory 24GB --context 32768
 
+    kvfold plan --model ./my-model --memory 24GB --weights bfloat16
+
     kvfold plan --layers 80 --kv-heads 8 --head-dim 128 --memory 40GB
     """
     plots.check(plot, (model,))
@@ -60,6 +74,14 @@ def plan_command(
     whole("context", context, 1)
     shapes, evidence, own = _layers(model, layers, kv_heads, head_dim)
     runs_in = parse_dtype(dtype) or own or torch.bfloat16
+    taken = None if weights is None else _weights(weights, model)
+    if taken is not None:
+        if taken >= room:
+            raise ValueError(
+                f"memory = {memory!r}, but the weights take {taken / 1e9:.2f} GB of it ({weights}): nothing is left "
+                "for a cache"
+            )
+        room -= taken
     rows = plan(shapes, names, room, context, runs_in.itemsize, sliding)
     if plot is not None:
         contexts = [2**n for n in range(10, 18)]
@@ -70,6 +92,7 @@ def plan_command(
     if as_json:
         about = {
             "model": model, "memory": room, "context": context, "dtype": runs_as, "sliding": sliding, "layers": kinds,
+            "weights": taken,
         }  # fmt: skip
         return print_json(about | {"head_dim": evidence, "rows": [asdict(row) for row in rows]})
     console = to_stdout()
@@ -81,7 +104,10 @@ def plan_command(
         console.print(f"layers that do not fold: {runs_as}", highlight=False)
     if not any(shape.may_fold(sliding) for shape in shapes):
         console.print("no layer of this model folds: all formats hold the same", highlight=False)
-    table = Table(title=f"{memory} of cache, {context:,} tokens each")
+    if taken is not None:
+        console.print(f"weights ({weights}): {taken / 1e9:.2f} GB; for caches: {room / 1e9:.2f} GB", highlight=False)
+    left = memory if taken is None else f"{room / 1e9:.2f} GB"
+    table = Table(title=f"{left} of cache, {context:,} tokens each")
     for column in ("format", "bytes/token", "one sequence", "longest context", "users"):
         table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
     for row in rows:
@@ -116,6 +142,27 @@ def _layers(
     assert kv_heads is not None
     assert head_dim is not None
     return (LayerShape("full", kv_heads, head_dim, head_dim, heads=kv_heads),) * layers, (), None
+
+
+def _weights(weights: str, model: str | None) -> int:
+    """Bytes of a model's weights, which a dtype, a kind, a file, a folder or an amount names."""
+    if weights in (*DTYPES, *WEIGHTS):
+        if model is None:
+            raise ValueError(f"weights = {weights!r}: name the --model that has them, or give an amount such as 4.9GB")
+        return weight_bytes(load_config(model), DTYPES.get(weights, weights))
+    if (path := Path(weights)).exists():
+        files = [path] if path.is_file() else [x for kind in WEIGHT_FILES for x in path.glob(kind)]
+        if not files:
+            raise ValueError(f"weights = {weights!r}: the folder holds no {', '.join(WEIGHT_FILES)}")
+        return sum(file.stat().st_size for file in files)
+    try:
+        return _bytes(weights)
+    except ValueError:
+        kinds = ", ".join((*DTYPES, *WEIGHTS))
+        raise ValueError(
+            f"weights = {short(weights)}: give {kinds}, a file or folder of weights, or an amount such as 4.9GB. "
+            "transformers unpacks GGUF files, so there a quantisation's name says nothing about memory"
+        ) from None
 
 
 def _bytes(amount: str) -> int:

@@ -27,6 +27,7 @@ from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.text import check_text
+from kvfold.integrations.weights import check_weights, quantize_weights
 
 logger = logging.getLogger("kvfold")
 
@@ -63,7 +64,7 @@ WHAT_TO_GIVE = (
 
 
 def load_model(
-    name: str | os.PathLike[str], dtype: torch.dtype | None = None
+    name: str | os.PathLike[str], dtype: torch.dtype | None = None, weights: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, in evaluation mode.
 
@@ -74,14 +75,26 @@ def load_model(
         or a name on a model hub.
     dtype
         dtype of the weights. None: that of the checkpoint; of GGUF files, float32.
+    weights
+        "int8" to quantise them by torchao (`kvfold.integrations.weights`); None: as they are.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file or folder, it holds no model, or the demo model's package is missing.
     ValueError
-        If its files are damaged, or of another kind of model.
+        If its files are damaged, or of another kind of model, or already quantised and `weights` is given.
+    ImportError
+        If torchao is missing and `weights` is given.
     """
+    check_weights(weights)
+    model, tokenizer = _loaded(name, dtype)
+    if weights is not None:
+        quantize_weights(model, weights)
+    return model, tokenizer
+
+
+def _loaded(name: str | os.PathLike[str], dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if name == DEMO_NAME:
         return demo_model(dtype)
     source = check_text(str(name), f"model = {str(name)!r}")
@@ -92,9 +105,9 @@ def load_model(
     where, options = (source, {}) if gguf is None else _gguf_options(gguf)
     if path is not None and gguf is None:
         read_config(path)  # sizes that nobody can build are refused
-    weights = dtype or ("auto" if gguf is None else UNPACKED)
+    held_in = dtype or ("auto" if gguf is None else UNPACKED)
     try:
-        model, about = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, dtype=weights, **options)
+        model, about = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, dtype=held_in, **options)
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except MemoryError:
         raise

@@ -6,8 +6,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
+
+from kvfold.integrations.weights import plain_parts
 
 logger = logging.getLogger("kvfold")
 
@@ -16,21 +18,30 @@ SAMPLE = 64
 
 
 def fingerprint(model: nn.Module) -> dict[str, str] | None:
-    """A fingerprint of a model's weights: a SHA-256 of a few elements of each parameter, and their dtype.
+    """A fingerprint of a model's weights: a SHA-256 of a few elements of each tensor, and their dtype.
 
-    The same weights in another dtype are other weights: they make other keys and values. None if weights are offloaded.
+    The same weights in another dtype, or quantised, are other weights: they make other keys and values. None if weights
+    are offloaded.
     """
     digest = hashlib.sha256()
     dtype = None
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if parameter.is_meta:
+    for name, weight in _weights(model):
+        if weight.is_meta:
             return None
-        flat = parameter.detach().flatten()
-        sample = flat[:: -(-flat.numel() // SAMPLE) or 1].cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
-        digest.update(sample.view(torch.uint8).numpy().data)
-        dtype = dtype or parameter.dtype
+        for part in plain_parts(weight.detach()):
+            flat = part.flatten()
+            sample = flat[:: -(-flat.numel() // SAMPLE) or 1].cpu().contiguous()
+            digest.update(f"{name} {tuple(part.shape)} {part.dtype} ".encode())
+            digest.update(sample.view(torch.uint8).numpy().data)
+        dtype = dtype or weight.dtype
     return {"weights": digest.hexdigest(), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters by name, and buffers that are saved with them: some quantised layers hold their codes in these."""
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return sorted([*model.named_parameters(), *buffers], key=lambda item: item[0])
 
 
 def check_kind(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> None:

@@ -1,0 +1,141 @@
+"""The evaluation harness (lm-eval) with a model that reads a folded cache.
+
+The harness's own class for transformers scores a text in one pass that keeps no cache. Whatever is attached to such a
+model, its scores are those of a dense cache. `FoldedLM` gives every pass a cache of its own, and counts what it folded.
+"""
+
+import os
+from math import isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.cache.calibration import Calibration
+from kvfold.cache.policy import Policy
+from kvfold.integrations.models import load_model
+from kvfold.integrations.transformers import FoldedCache, attach
+from kvfold.integrations.transformers.calls import cache_argument
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise ImportError(f"lm-eval is missing (pip install 'kvfold[harness]'): {error}") from error
+
+DENSE = "dense"
+
+
+@register_model("kvfold")
+class FoldedLM(HFLM):  # type: ignore[misc]
+    """A model for `lm_eval.simple_evaluate`, or for its `model="kvfold"` once this module is imported.
+
+    Texts whose likelihood is asked for are read one by one, whatever the batch size: a format is fitted to a text's
+    own first tokens. Texts that are generated share a cache in batches of `batch_size`, as in `generate`.
+
+    Parameters
+    ----------
+    pretrained
+        As `kvfold.load_model` takes it, or a loaded model, which needs `tokenizer`.
+    format
+        As for `FoldedCache`; "dense" for a dense cache, read the same way.
+    policy, calibration
+        As for `FoldedCache`; `calibration` may be a file.
+    dtype
+        Of the weights: "float32", "bfloat16", "float16", a torch.dtype, or "auto" for the checkpoint's.
+    device
+        Where the model computes; None: where it is.
+    options
+        As for lm-eval's `HFLM`: `batch_size`, `max_length`, `add_bos_token`, ….
+
+    Raises
+    ------
+    ValueError
+        If `pretrained` is a loaded model without `tokenizer`, on an unknown dtype, or as `FoldedCache` raises.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        format: str | None = None,
+        *,
+        policy: Policy | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: str | torch.dtype | None = "auto",
+        device: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.policy = None if format == DENSE else Policy.of(format, policy)
+        self.calibration = (
+            calibration
+            if calibration is None or isinstance(calibration, Calibration)
+            else Calibration.load(calibration)
+        )
+        if isinstance(pretrained, str):
+            pretrained, own = load_model(pretrained, _dtype(dtype))
+            tokenizer = tokenizer or own
+        elif tokenizer is None:
+            raise ValueError("pretrained is a loaded model: give its tokenizer, too")
+        if device is not None:
+            pretrained.to(device)
+        super().__init__(pretrained, tokenizer=tokenizer, **options)
+        if self.policy is not None:
+            attach(pretrained)
+        self._cache()  # raises now if they do not fit
+        self._read, self._folded = 0, 0.0
+
+    @property
+    def folded_share(self) -> float:
+        """Of all tokens that were read, the share that lay folded at the end of their pass; 0 before the first.
+
+        With 0, no text was long enough for the format to fold anything, and the scores are those of a dense cache.
+        """
+        return self._folded / self._read if self._read else 0.0
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results: the model, and the cache that it was read with."""
+        name = DENSE if self.policy is None else str(self.policy.format)
+        return super().get_model_info() | {
+            "kv_cache": name, "calibrated": self.calibration is not None, "folded_share": self.folded_share,
+        }  # fmt: skip
+
+    def _cache(self) -> DynamicCache | FoldedCache:
+        if self.policy is None:
+            return DynamicCache(config=self.model.config)
+        return FoldedCache(self.model.config, policy=self.policy, calibration=self.calibration)
+
+    def _count(self, cache: DynamicCache | FoldedCache, tokens: int) -> None:
+        self._read += tokens
+        dense = cache.report().dense_share if isinstance(cache, FoldedCache) else 1.0
+        self._folded += 0.0 if isnan(dense) else tokens * (1 - dense)  # NaN: no layer of this model folds
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits of texts, (batch, tokens, vocabulary). Texts shorter than their batch have padding behind them."""
+        if attn_mask is not None or labels is not None:
+            raise ValueError("kvfold's harness is for decoders: this model has an encoder")
+        rows = []
+        with torch.no_grad(), torch.autocast(
+            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        ):  # fmt: skip
+            for row in inps.split(1):
+                cache = self._cache()
+                rows.append(self.model(row, use_cache=True, **cache_argument(self.model, cache)).logits)
+                self._count(cache, row.numel())
+        return torch.cat(rows)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        cache = self._cache()
+        out = super()._model_generate(context, max_length, stop, **cache_argument(self.model, cache), **options)
+        self._count(cache, out.numel())
+        return out
+
+
+def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(name, torch.dtype | None):
+        return name
+    found = getattr(torch, name, None)
+    if name != "auto" and not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype = {name!r}: choose auto, float32, bfloat16 or float16")
+    return found
