@@ -33,6 +33,7 @@ NOT_HERE = {
     "make": "makes environments: .ci/run",
     "pip": "needs an index of packages",
     "curl": "asks a server: tests/vllm",
+    "kvfold harness": "needs lm-eval, and data from a hub: tests/extras",
     "python -m vllm": "serves until it is stopped: tests/vllm",
     "python benchmarks": "hours: each is run for the figures of its page",
     "kvfold compare float32/cpu float32/cuda": "needs a GPU",

@@ -25,8 +25,8 @@ SNIPPETS = [
     for page in documented.PAGES
     for number, block in enumerate(documented.fenced(page.read_text(), "python"))
 ]
-ELSEWHERE = {"openai", "vllm"}
-"""Packages of snippets that another environment has, with a server: such are compiled only."""
+ELSEWHERE = {"openai", "vllm", "lm_eval", "torchao"}
+"""Packages of snippets that another environment has, where tests/vllm and tests/extras run: such are compiled only."""
 IN_SECONDS = ("kvfold formats", "kvfold convert", "kvfold plan")
 """Beginnings of command lines that are run here."""
 
@@ -62,6 +62,8 @@ def test_snippet(
     code, tree = compile(block, str(page), "exec"), ast.parse(block)
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    if 'weights="int8"' in block:
+        imports.add("torchao")
     if imports & ELSEWHERE:
         return
     if any("mlx" in name for name in imports):
