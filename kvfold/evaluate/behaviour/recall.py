@@ -19,7 +19,7 @@ class Recall(Task):
     question is a sentence to complete, so that models without instruction tuning can answer, too.
     """
 
-    between: tuple[int, ...] = (200, 600)
+    between: tuple[int, ...] = (400, 600)
     """Tokens of the model's text."""
     repeats: int = 5
 
