@@ -7,6 +7,7 @@ from kvfold.eviction import QueryStatistics, SnapKV, StreamingLLM, TriAttention
 from kvfold.formats import FORMATS, PRESETS, get_format, get_formats
 from kvfold.integrations.models import demo_model, load_model
 from kvfold.integrations.transformers import (
+    Conversation,
     FoldedCache,
     attach,
     calibrate,
@@ -21,6 +22,7 @@ __all__ = [
     "FORMATS",
     "PRESETS",
     "Calibration",
+    "Conversation",
     "FoldedCache",
     "Policy",
     "QueryStatistics",

@@ -35,8 +35,11 @@ ENGINES = {
     "mlx": ("kernels/mlx/", "integrations/mlx/"),
     "mlx_lm": ("integrations/mlx/",),
     "transformers": (
-        "integrations/transformers/", "integrations/models.py", "integrations/mlx/runtime.py", "evaluate/", "cli/",
+        "integrations/transformers/", "integrations/models.py", "integrations/weights.py", "integrations/harness.py",
+        "integrations/mlx/runtime.py", "evaluate/", "cli/",
     ),
+    "lm_eval": ("integrations/harness.py", "cli/harness.py"),
+    "torchao": ("integrations/weights.py",),
     "typer": ("cli/",),
     "rich": ("cli/",),
 }  # fmt: skip

@@ -50,16 +50,12 @@ def _rendered(small: Small, messages: list[dict[str, str]]) -> list[int]:
     return small[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def _ignore(text: str) -> None:
-    pass
-
-
 @pytest.mark.contract
 def test_a_turn_reads_what_is_new(small: Small) -> None:
     talk, reads, heard = _talk(small), Reads(), list[str]()
-    first = talk.ask(LONG, heard.append, 12, reading=reads)
+    first = talk.ask(LONG, 12, say=heard.append, reading=reads)
     held = talk.cache.get_seq_length()
-    second = talk.ask("And then?", heard.append, 12, reading=reads)
+    second = talk.ask("And then?", 12, say=heard.append, reading=reads)
     assert "".join(heard) == first.text + second.text
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
     assert reads.read[0] > 150
@@ -70,7 +66,7 @@ def test_a_turn_reads_what_is_new(small: Small) -> None:
     assert talk._ids[0].tolist()[: len(rendered := _rendered(small, talk.messages[:3]))] == rendered
     assert talk._ids.shape[1] == talk.cache.get_seq_length()
     fresh = FoldedCache(small[0].config, "kvfold-3")
-    answered = Conversation(*small, lambda: fresh, talk.messages[:2]).ask("And then?", _ignore, 12)
+    answered = Conversation(*small, lambda: fresh, talk.messages[:2]).ask("And then?", 12)
     assert answered.text == second.text
 
 
@@ -82,8 +78,8 @@ def test_a_template_that_drops_what_was_thought(small: Small, monkeypatch: pytes
     )
     monkeypatch.setattr(small[1], "chat_template", template)
     talk, reads = _talk(small, "turboquant-4"), Reads()
-    talk.ask(LONG, _ignore, 12, reading=reads)
-    talk.ask("And then?", _ignore, 12, reading=reads)
+    talk.ask(LONG, 12, reading=reads)
+    talk.ask("And then?", 12, reading=reads)
     assert reads.read[1] < 30  # not the whole text
     rendered = small[1].apply_chat_template(talk.messages[:3], add_generation_prompt=True, return_dict=True)[
         "input_ids"
@@ -95,7 +91,7 @@ def test_a_template_that_drops_what_was_thought(small: Small, monkeypatch: pytes
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_an_interrupt_keeps_what_was_said(small: Small, after: int) -> None:
     talk, heard = _talk(small), list[str]()
-    talk.ask("Hello.", _ignore, 4)
+    talk.ask("Hello.", 4)
 
     def stop(text: str) -> None:
         heard.append(text)
@@ -103,27 +99,27 @@ def test_an_interrupt_keeps_what_was_said(small: Small, after: int) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        talk.ask(LONG, stop, 30)
+        talk.ask(LONG, 30, say=stop)
     assert talk.messages[-1] == {"role": "assistant", "content": "".join(heard)} or not "".join(heard)
     assert talk._ids.shape[1] == talk.cache.get_seq_length()
     reads = Reads()
-    assert talk.ask("Go on.", _ignore, 5, reading=reads).tokens
+    assert talk.ask("Go on.", 5, reading=reads).tokens
     assert reads.read[0] < 60
 
 
 def test_it_is_saved_and_goes_on(small: Small, tmp_path: Path) -> None:
     talk = _talk(small)
-    talk.ask(LONG, _ignore, 8)
+    talk.ask(LONG, 8)
     talk.save(tmp_path / "talk.json")
-    right = talk.ask("And then?", _ignore, 12)
+    right = talk.ask("And then?", 12)
     other, reads = _talk(small), Reads()
     other.load(tmp_path / "talk.json")
-    assert other.ask("And then?", _ignore, 12, reading=reads).text == right.text
+    assert other.ask("And then?", 12, reading=reads).text == right.text
     assert reads.read[0] < 30
     (tmp_path / "talk.json.kv").unlink()  # without its cache the text is read again
     alone, reads = _talk(small), Reads()
     alone.load(tmp_path / "talk.json")
-    alone.ask("And then?", _ignore, 2, reading=reads)
+    alone.ask("And then?", 2, reading=reads)
     assert reads.read[0] > 150
 
 
@@ -131,7 +127,7 @@ def test_it_is_saved_and_goes_on(small: Small, tmp_path: Path) -> None:
 def test_files_that_hold_no_conversation(small: Small, tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     talk = _talk(small)
-    talk.ask("Hello.", _ignore, 3)
+    talk.ask("Hello.", 3)
     before = [*talk.messages]
     with pytest.raises(ValueError, match="holds no conversation"):
         talk.load(tmp_path / "x")
@@ -140,7 +136,7 @@ def test_files_that_hold_no_conversation(small: Small, tmp_path: Path, text: str
 
 def test_a_damaged_cache_changes_nothing(small: Small, tmp_path: Path) -> None:
     talk = _talk(small)
-    talk.ask("Hello.", _ignore, 3)
+    talk.ask("Hello.", 3)
     talk.save(tmp_path / "talk.json")
     path = tmp_path / "talk.json.kv"
     path.write_bytes(path.read_bytes()[:-100])

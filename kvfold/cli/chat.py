@@ -105,7 +105,7 @@ def _answer(talk: Conversation, text: str, max_new_tokens: int, temperature: flo
     """One turn, and a line about what the cache holds then."""
     say, speed = partial(print, end="", flush=True), ""
     try:
-        said = talk.ask(check_text(text, "text"), say, max_new_tokens, temperature, partial(counted, "reading"))
+        said = talk.ask(check_text(text, "text"), max_new_tokens, temperature, say, partial(counted, "reading"))
         speed = f" · {said.tokens_per_second:.1f} tok/s"
     finally:
         print(flush=True)

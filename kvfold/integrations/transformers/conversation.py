@@ -43,17 +43,23 @@ class _Spoken(TextStreamer):  # type: ignore[misc]
 class Conversation:
     """Messages so far, and a folded cache of the tokens that they are in the model's chat template.
 
-    The model is attached. Each turn reads only what the cache does not hold. Where a template renders earlier messages
-    anew, as those do that drop a model's thoughts, the cache goes back to where the texts part.
+    Each turn reads only what the cache does not hold. A template may render earlier messages anew, as those do that
+    drop a model's thoughts, and the tokenizer may cut an answer into other tokens than the model did. Then the cache
+    goes back to where the tokens part.
 
     Attributes
     ----------
     model, tokenizer
-        What answers. The tokenizer has a chat template.
+        What answers. The model is attached; the tokenizer has a chat template.
     make_cache
         Gives an empty cache.
     messages
-        Dictionaries with "role", one of `ROLES`, and "content".
+        Dictionaries with "role" ("system", "user" or "assistant") and "content".
+
+    Raises
+    ------
+    ValueError
+        If the tokenizer has no chat template.
     """
 
     model: PreTrainedModel
@@ -75,15 +81,32 @@ class Conversation:
     def ask(
         self,
         text: str,
-        say: Callable[[str], None],
-        max_new_tokens: int,
+        max_new_tokens: int = 512,
         temperature: float = 0.0,
+        say: Callable[[str], None] = lambda text: None,
         reading: Callable[[int], AbstractContextManager[Callable[[int], None]]] = lambda tokens: nullcontext(_pass),
     ) -> Answer:
-        """The model's answer to `text`, which `say` gets as it comes.
+        """The model's answer to what a user says.
 
-        If that is interrupted, what was said until then is the answer, and KeyboardInterrupt is raised. `reading` is
-        entered, with the number of tokens to read, while they are read, and gives what to call with numbers of them.
+        If that is interrupted, what was said until then is the answer, and KeyboardInterrupt is raised.
+
+        Parameters
+        ----------
+        text
+            What the user says.
+        max_new_tokens
+            Longest answer.
+        temperature
+            0 decodes greedily; above, samples.
+        say
+            Gets the answer's text as it comes.
+        reading
+            Entered, with the number of tokens to read, while they are read; gives what to call with numbers of them.
+
+        Returns
+        -------
+        Answer
+            With `text`, `tokens` (how many), `seconds`, and `ids` of the whole conversation, (1, T).
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self._rendered(asked)
