@@ -317,7 +317,7 @@ def test_weights_are_counted_as_they_load(tmp_path: Path) -> None:
         run = _plan("--model", str(tmp_path), "--memory", "1GB", "--weights", weights, "--json")
         told = json.loads(run.stdout)
         assert told["weights"] == taken
-        assert told["memory"] == 10**9 - taken
+        assert (told["memory"], told["for_caches"]) == (10**9, 10**9 - taken)
     beside = {row["format"]: row["users"] for row in told["rows"]}
     alone = json.loads(_plan("--model", str(tmp_path), "--memory", "1GB", "--json").stdout)
     assert alone["weights"] is None
@@ -372,8 +372,10 @@ def test_errors(tmp_path: Path) -> None:
         (("--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--memory", "much"), "memory = 'much'"),
         ((*NUMBERS, "--weights", "bfloat16"), "weights = 'bfloat16': name the --model"),
         ((*NUMBERS, "--weights", "q4_k_m"), "weights = 'q4_k_m': give float32, bfloat16, float16, int8, a file or"),
-        ((*NUMBERS, "--weights", str(tmp_path)), "the folder holds no *.safetensors"),
-        ((*NUMBERS, "--weights", "9GB", "--memory", "8GB"), "the weights take 9.00 GB"),
+        ((*NUMBERS, "--weights", str(tmp_path)), "the folder holds no model*.safetensors"),
+        ((*NUMBERS, "--weights", str(tmp_path / "config.json")), "is no file of weights"),
+        ((*NUMBERS, "--weights", ""), "weights = '': give float32"),
+        ((*NUMBERS, "--weights", "9GB", "--memory", "8GB"), "the weights take 9,000 MB"),
     ):
         run = _plan(*arguments)
         assert isinstance(run.exception, ValueError | OSError)  # which the command line tells in one line

@@ -69,8 +69,7 @@ def harness(
     from kvfold.integrations.harness import FoldedLM  # raises now if lm-eval is missing
 
     manager = _manager(include)
-    wanted = listed_names(tasks)
-    _check_tasks(wanted, manager)
+    wanted = _found(listed_names(tasks), manager)
     network, tokenizer = load_model(model, weights)
     for name in names:
         FoldedCache(network.config, name, calibration=measured)  # raises now if they do not fit
@@ -101,16 +100,20 @@ def _manager(include: Path | None) -> "TaskManager":
     return TaskManager(include_path=None if include is None else str(include))
 
 
-def _check_tasks(names: list[str], manager: "TaskManager") -> None:
-    """Raise ValueError unless each is a task, a group or a tag of lm-eval, or a YAML file."""
+def _found(names: list[str], manager: "TaskManager") -> list[str]:
+    """Tasks, groups and tags of lm-eval by name or pattern, and YAML files; ValueError on a name that is none."""
     if not names:
         raise ValueError("tasks = '': name at least one; `lm_eval ls tasks` lists them")
+    found: list[str] = []
     for name in names:
-        if not (manager.match_tasks([name]) or Path(name).is_file()):
+        matching = manager.match_tasks([name]) or [name] * Path(name).is_file()
+        found += matching
+        if not matching:
             raise ValueError(
                 f"tasks = {name!r}: lm-eval knows no such task, group or tag, and there is no such file; "
                 "`lm_eval ls tasks` lists them, and --include adds a folder of your own"
             )
+    return [*dict.fromkeys(found)]
 
 
 def _rows(results: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -135,11 +138,10 @@ def _print(rows: list[dict[str, Any]], folded: dict[str, float], model: str) -> 
     table = Table(title=f"{model}, tasks of lm-eval")
     for column in ("task", "metric", "cases", DENSE, *folded):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    lines: dict[tuple[str, str, str], list[str]] = {}
+    lines: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        line = lines.setdefault(
-            (row["task"], row["metric"], row["filter"]), [row["task"], row["metric"], str(row["cases"] or "")]
-        )
+        metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
+        line = lines.setdefault((row["task"], metric), [row["task"], metric, str(row["cases"] or "")])
         error = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
         line.append(f"{row['value']:.4f}{error}" if row["format"] == DENSE else f"{row['value']:.4f}")
     for line in lines.values():
@@ -151,6 +153,6 @@ def _print(rows: list[dict[str, Any]], folded: dict[str, float], model: str) -> 
             console.print(f"[dim]{format}: {share:.0%} of the tokens were folded.[/]", highlight=False)
         else:
             console.print(
-                f"[yellow]{format} folded nothing: no text was long enough, so its figures are a dense cache's. Give "
-                "longer prompts, for instance by --shots.[/]", highlight=False,
+                f"[yellow]{format} folded nothing, so its figures are a dense cache's: no text was long enough, or no "
+                "layer folds. --shots makes prompts longer.[/]", highlight=False,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.models import load_config
 from kvfold.integrations.transformers.shapes import config_of_each_layer, layer_shapes, resolve_head_dim
-from kvfold.integrations.weights import WEIGHTS, weight_bytes
+from kvfold.integrations.weights import WEIGHTS, refuse_quantized, weight_bytes
 from kvfold.planning import DENSE_DTYPES, held_bytes, plan
 
 UNITS = {
@@ -26,8 +26,8 @@ UNITS = {
 }  # fmt: skip
 
 
-WEIGHT_FILES = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
-"""Files that hold a model's weights."""
+WEIGHT_FILES = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.gguf")
+"""Files that hold a model's weights, the ones that transformers takes first."""
 
 
 def plan_command(
@@ -38,12 +38,14 @@ def plan_command(
     layers: Annotated[int | None, typer.Option(help="Layers, if no model is named.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Coordinates of a key or value of one head.")] = None,
-    memory: Annotated[str, typer.Option(help="What the cache may take: 24GB, 512MiB, …")] = "8GB",
+    memory: Annotated[
+        str, typer.Option(help="What the cache may take, with --weights the model, too: 24GB, 512MiB, …")
+    ] = "8GB",
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Count the weights, too: a dtype, int8, a file or folder of weights, or an amount such as 4.9GB. "
-            "--memory is then for weights and cache."
+            help="Count the weights, too: a dtype, int8 (of --dtype), a file or folder of weights at its size, or an "
+            "amount such as 4.9GB. --memory is then for weights and cache."
         ),
     ] = None,
     dtype: Dtype = None,
@@ -74,14 +76,12 @@ def plan_command(
     whole("context", context, 1)
     shapes, evidence, own = _layers(model, layers, kv_heads, head_dim)
     runs_in = parse_dtype(dtype) or own or torch.bfloat16
-    taken = None if weights is None else _weights(weights, model)
-    if taken is not None:
-        if taken >= room:
-            raise ValueError(
-                f"memory = {memory!r}, but the weights take {taken / 1e9:.2f} GB of it ({weights}): nothing is left "
-                "for a cache"
-            )
-        room -= taken
+    taken = 0 if weights is None else _weights(weights, model, runs_in)
+    whole_room, room = room, room - taken
+    if room <= 0:
+        raise ValueError(
+            f"memory = {memory!r}, but the weights take {taken / 1e6:,.0f} MB ({weights}): nothing is left for a cache"
+        )
     rows = plan(shapes, names, room, context, runs_in.itemsize, sliding)
     if plot is not None:
         contexts = [2**n for n in range(10, 18)]
@@ -91,8 +91,8 @@ def plan_command(
     runs_as = str(runs_in).removeprefix("torch.")
     if as_json:
         about = {
-            "model": model, "memory": room, "context": context, "dtype": runs_as, "sliding": sliding, "layers": kinds,
-            "weights": taken,
+            "model": model, "memory": whole_room, "weights": None if weights is None else taken, "for_caches": room,
+            "context": context, "dtype": runs_as, "sliding": sliding, "layers": kinds,
         }  # fmt: skip
         return print_json(about | {"head_dim": evidence, "rows": [asdict(row) for row in rows]})
     console = to_stdout()
@@ -104,9 +104,9 @@ def plan_command(
         console.print(f"layers that do not fold: {runs_as}", highlight=False)
     if not any(shape.may_fold(sliding) for shape in shapes):
         console.print("no layer of this model folds: all formats hold the same", highlight=False)
-    if taken is not None:
-        console.print(f"weights ({weights}): {taken / 1e9:.2f} GB; for caches: {room / 1e9:.2f} GB", highlight=False)
-    left = memory if taken is None else f"{room / 1e9:.2f} GB"
+    left = memory if weights is None else f"{room / 1e6:,.0f} MB"
+    if weights is not None:
+        console.print(f"weights ({weights}): {taken / 1e6:,.0f} MB; for caches: {left}", highlight=False)
     table = Table(title=f"{left} of cache, {context:,} tokens each")
     for column in ("format", "bytes/token", "one sequence", "longest context", "users"):
         table.add_column(column, justify="left" if column == "format" else "right", no_wrap=True)
@@ -144,17 +144,16 @@ def _layers(
     return (LayerShape("full", kv_heads, head_dim, head_dim, heads=kv_heads),) * layers, (), None
 
 
-def _weights(weights: str, model: str | None) -> int:
+def _weights(weights: str, model: str | None, dtype: torch.dtype) -> int:
     """Bytes of a model's weights, which a dtype, a kind, a file, a folder or an amount names."""
     if weights in (*DTYPES, *WEIGHTS):
         if model is None:
             raise ValueError(f"weights = {weights!r}: name the --model that has them, or give an amount such as 4.9GB")
-        return weight_bytes(load_config(model), DTYPES.get(weights, weights))
-    if (path := Path(weights)).exists():
-        files = [path] if path.is_file() else [x for kind in WEIGHT_FILES for x in path.glob(kind)]
-        if not files:
-            raise ValueError(f"weights = {weights!r}: the folder holds no {', '.join(WEIGHT_FILES)}")
-        return sum(file.stat().st_size for file in files)
+        config = load_config(model)
+        refuse_quantized(config, weights)
+        return weight_bytes(config, DTYPES.get(weights, dtype), weights if weights in WEIGHTS else None)
+    if weights and (path := Path(weights)).exists():
+        return sum(file.stat().st_size for file in _files(path, weights))
     try:
         return _bytes(weights)
     except ValueError:
@@ -163,6 +162,20 @@ def _weights(weights: str, model: str | None) -> int:
             f"weights = {short(weights)}: give {kinds}, a file or folder of weights, or an amount such as 4.9GB. "
             "transformers unpacks GGUF files, so there a quantisation's name says nothing about memory"
         ) from None
+
+
+def _files(path: Path, weights: str) -> list[Path]:
+    """The files of a model's weights: of a folder, those of the first of `WEIGHT_FILES` that it has."""
+    if path.is_file():
+        if not any(path.match(kind) for kind in WEIGHT_FILES):
+            raise ValueError(f"weights = {weights!r} is no file of weights ({', '.join(WEIGHT_FILES)})")
+        return [path]
+    for kind in WEIGHT_FILES:
+        if files := [*path.glob(kind)]:
+            if kind == "*.gguf" and len(files) > 1:
+                raise ValueError(f"weights = {weights!r}: the folder holds {len(files)} GGUF files; name one")
+            return files
+    raise ValueError(f"weights = {weights!r}: the folder holds no {', '.join(WEIGHT_FILES)}")
 
 
 def _bytes(amount: str) -> int:

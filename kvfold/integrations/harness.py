@@ -17,6 +17,7 @@ from kvfold.cache.policy import Policy
 from kvfold.integrations.models import load_model
 from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.calls import cache_argument
+from kvfold.integrations.transformers.prompt import plain_settings
 
 try:
     from lm_eval.api.registry import register_model
@@ -25,14 +26,20 @@ except ImportError as error:
     raise ImportError(f"lm-eval is missing (pip install 'kvfold[harness]'): {error}") from error
 
 DENSE = "dense"
+OPTIONS = frozenset(
+    {"batch_size", "max_batch_size", "max_length", "add_bos_token", "prefix_token_id", "truncation", "softmax_dtype",
+     "mixed_precision_dtype", "logits_cache", "think_end_token", "enable_thinking", "chat_template_args"}
+)  # fmt: skip
+"""Those of lm-eval's class that it does not ignore of a model that is loaded already."""
 
 
 @register_model("kvfold")
 class FoldedLM(HFLM):  # type: ignore[misc]
     """A model for `lm_eval.simple_evaluate`, or for its `model="kvfold"` once this module is imported.
 
-    Texts whose likelihood is asked for are read one by one, whatever the batch size: a format is fitted to a text's
-    own first tokens. Texts that are generated share a cache in batches of `batch_size`, as in `generate`.
+    Texts whose likelihood is asked for are read one by one, whatever the batch size: padding behind a text would be
+    folded, too, and a format is fitted to a text's own first tokens. Texts that are generated share a cache in batches
+    of `batch_size`, as in `generate`.
 
     Parameters
     ----------
@@ -47,12 +54,13 @@ class FoldedLM(HFLM):  # type: ignore[misc]
     device
         Where the model computes; None: where it is.
     options
-        As for lm-eval's `HFLM`: `batch_size`, `max_length`, `add_bos_token`, ….
+        Those of lm-eval's `HFLM` that are in `OPTIONS`: `batch_size`, `max_length`, `add_bos_token`, ….
 
     Raises
     ------
     ValueError
-        If `pretrained` is a loaded model without `tokenizer`, on an unknown dtype, or as `FoldedCache` raises.
+        If `pretrained` is a loaded model without `tokenizer`; on another option, or an unknown dtype; if "dense" comes
+        with a policy or a calibration; or as `FoldedCache` raises.
     """
 
     def __init__(
@@ -67,6 +75,13 @@ class FoldedLM(HFLM):  # type: ignore[misc]
         device: str | None = None,
         **options: Any,
     ) -> None:
+        if unknown := sorted(options.keys() - OPTIONS):
+            raise ValueError(
+                f"{unknown[0]} = {options[unknown[0]]!r} is no option of kvfold's model for lm-eval, which takes "
+                f"{', '.join(sorted(OPTIONS))}; load the model as you want it, and give it with its tokenizer"
+            )
+        if format == DENSE and (policy is not None or calibration is not None):
+            raise ValueError("format = 'dense', with a policy or a calibration: a dense cache has no use for them")
         self.policy = None if format == DENSE else Policy.of(format, policy)
         self.calibration = (
             calibration
@@ -112,23 +127,33 @@ class FoldedLM(HFLM):  # type: ignore[misc]
         self._folded += 0.0 if isnan(dense) else tokens * (1 - dense)  # NaN: no layer of this model folds
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits of texts, (batch, tokens, vocabulary). Texts shorter than their batch have padding behind them."""
+        """Logits of texts, (batch, tokens, vocabulary)."""
         if attn_mask is not None or labels is not None:
             raise ValueError("kvfold's harness is for decoders: this model has an encoder")
-        rows = []
+        cache = self._cache()
         with torch.no_grad(), torch.autocast(
             self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
         ):  # fmt: skip
-            for row in inps.split(1):
-                cache = self._cache()
-                rows.append(self.model(row, use_cache=True, **cache_argument(self.model, cache)).logits)
-                self._count(cache, row.numel())
-        return torch.cat(rows)
+            logits: Tensor = self.model(inps, use_cache=True, **cache_argument(self.model, cache)).logits
+        self._count(cache, inps.numel())
+        return logits
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+        """As lm-eval's, one text at a time."""
+        own = self.batch_size
+        self.batch_size_per_gpu = 1
+        try:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs=1)
+        finally:
+            self.batch_size_per_gpu = own
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         cache = self._cache()
-        out = super()._model_generate(context, max_length, stop, **cache_argument(self.model, cache), **options)
-        self._count(cache, out.numel())
+        options = plain_settings(self.model) | options | cache_argument(self.model, cache)
+        options.pop("use_cache", None)  # which lm-eval sets itself
+        out: Tensor = super()._model_generate(context, max_length, stop, **options)
+        read = options["attention_mask"].sum() + (out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum()
+        self._count(cache, int(read))
         return out
 
 

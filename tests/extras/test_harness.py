@@ -81,14 +81,20 @@ def test_scores_are_those_of_a_folded_cache(demo: Demo, tasks: Path) -> None:
     assert 1e-3 < far[0] < far[1]
 
 
-def test_a_likelihood_does_not_depend_on_the_batch(demo: Demo, tasks: Path) -> None:
-    """Texts of other lengths in the batch change nothing, bit for bit."""
+def test_a_likelihood_does_not_depend_on_the_batch(demo: Demo) -> None:
+    """Longer texts beside a short one change nothing, nor does their padding count as folded."""
     model, tokenizer = demo
-    alone, together = (
-        likelihoods(scored(FoldedLM(model, "kvfold-3", tokenizer=tokenizer, batch_size=n), tasks, "choose_number"))
-        for n in (1, 6)
-    )
-    assert alone == pytest.approx(together, abs=1e-4)
+    text = tokenizer(standard_text()[:8_000]).input_ids
+    requests = [(("", ""), text[:n], text[n : n + 4]) for n in (60, 330, 900)]
+    said = []
+    for size in (1, 3):
+        reader = FoldedLM(model, "turboquant-3", tokenizer=tokenizer, batch_size=size)
+        said.append(reader._loglikelihood_tokens(requests, disable_tqdm=True))
+        assert reader.batch_size == size
+    assert said[0] == said[1]
+    short = FoldedLM(model, "kvfold-4", tokenizer=tokenizer, batch_size=2)
+    short._loglikelihood_tokens([requests[0], (("", ""), text[:100], text[100:104])], disable_tqdm=True)
+    assert short.folded_share == 0
 
 
 def test_generated_answers_are_read_from_the_cache(demo: Demo, tasks: Path) -> None:
@@ -114,7 +120,7 @@ def test_the_harness_knows_the_model_by_name(tasks: Path) -> None:
 def test_the_command(tasks: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.json"
     run = run_kvfold(
-        "harness", "--tasks", "choose_number,write_number", "--include", str(tasks), "--formats", "kvfold-4", "--limit",
+        "harness", "--tasks", "choose_*,write_number", "--include", str(tasks), "--formats", "kvfold-4", "--limit",
         "2", "--out", str(out), "--json",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -149,3 +155,7 @@ def test_what_the_class_refuses(demo: Demo) -> None:
         FoldedLM("smollm2", dtype="float33")
     with pytest.raises(ValueError, match="kvfold-9"):
         FoldedLM(demo[0], "kvfold-9", tokenizer=demo[1])
+    with pytest.raises(ValueError, match="peft = 'adapter' is no option"):
+        FoldedLM(demo[0], tokenizer=demo[1], peft="adapter")
+    with pytest.raises(ValueError, match="a dense cache has no use"):
+        FoldedLM(demo[0], "dense", policy=kvfold.Policy("kvfold-3"), tokenizer=demo[1])

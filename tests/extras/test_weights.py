@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run_kvfold
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.quantization_config import GgufConfig
 
 import kvfold
 from kvfold.cache.report import held_bytes
@@ -46,7 +56,7 @@ def test_int8_weights_and_a_folded_cache_go_together(int8: Demo, ids: torch.Tens
     plain, _ = kvfold.load_model("smollm2", torch.bfloat16)
     kvfold.attach(plain)
     assert weights_held(plain) == weight_bytes(load_config("smollm2"), torch.bfloat16)
-    assert weights_held(model) == pytest.approx(weight_bytes(load_config("smollm2"), "int8"), rel=0.01)
+    assert weights_held(model) == pytest.approx(weight_bytes(load_config("smollm2"), torch.bfloat16, "int8"), rel=0.01)
     assert weights_held(model) < 0.65 * weights_held(plain)
     losses = {name: folded_loss(own, ids, "kvfold-4") for name, own in (("plain", plain), ("int8", model))}
     assert losses["int8"] == pytest.approx(losses["plain"], abs=0.05)
@@ -106,3 +116,22 @@ def test_the_command_line_quantises(tmp_path: Path) -> None:
     said = run_kvfold("generate", "--prompt", "The capital of France is", "--raw", "--weights", "int8", "--json",
                       "--max-new-tokens", "3")  # fmt: skip
     assert "Paris" in json.loads(said.stdout)["text"]
+
+
+def test_what_is_not_quantised_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A model without linear layers is refused, one that is mostly embeddings warned of, and GGUF is no hindrance."""
+    with pytest.raises(ValueError, match="GPT2Model has no linear layer"):
+        quantize_weights(GPT2Model(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100)), "int8")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=5_000, tie_word_embeddings=True, **sizes))
+    model.config.quantization_config = GgufConfig()  # as transformers leaves it on what it has unpacked
+    with caplog.at_level("WARNING", "kvfold"):
+        quantize_weights(model, "int8")
+    assert "% of the weights are in linear layers" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_counts_what_is_loaded(dtype: torch.dtype) -> None:
+    model, _ = kvfold.load_model("smollm2", dtype, "int8")
+    planned = weight_bytes(load_config("smollm2"), dtype, "int8")
+    assert weights_held(model) == pytest.approx(planned, rel=0.01)

@@ -6,10 +6,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
-from kvfold.integrations.weights import plain_parts
+from kvfold.integrations.weights import plain_parts, saved_tensors
 
 logger = logging.getLogger("kvfold")
 
@@ -25,7 +25,7 @@ def fingerprint(model: nn.Module) -> dict[str, str] | None:
     """
     digest = hashlib.sha256()
     dtype = None
-    for name, weight in _weights(model):
+    for name, weight in saved_tensors(model):
         if weight.is_meta:
             return None
         for part in plain_parts(weight.detach()):
@@ -33,15 +33,8 @@ def fingerprint(model: nn.Module) -> dict[str, str] | None:
             sample = flat[:: -(-flat.numel() // SAMPLE) or 1].cpu().contiguous()
             digest.update(f"{name} {tuple(part.shape)} {part.dtype} ".encode())
             digest.update(sample.view(torch.uint8).numpy().data)
-        dtype = dtype or weight.dtype
+        dtype = dtype or (weight.dtype if weight.is_floating_point() else None)
     return {"weights": digest.hexdigest(), "dtype": str(dtype).removeprefix("torch.")}
-
-
-def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters by name, and buffers that are saved with them: some quantised layers hold their codes in these."""
-    saved = model.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
-    return sorted([*model.named_parameters(), *buffers], key=lambda item: item[0])
 
 
 def check_kind(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> None:
