@@ -146,17 +146,9 @@ def generate(
     if not "".join(parts).strip():
         raise ValueError("nothing to answer: give --prompt, --file, or both")
     question = _Question(
-        model,
-        Policy(format, sliding=sliding),
-        parts,
-        max_new_tokens,
-        temperature,
-        held_in,
-        weights,
-        calibration,
-        raw,
+        model, Policy(format, sliding=sliding), parts, max_new_tokens, temperature, held_in, weights, calibration, raw,
         as_json,
-    )
+    )  # fmt: skip
     if runtime == "mlx":
         ids, held, said, report = _by_mlx(question, [*limits.values()])
     else:

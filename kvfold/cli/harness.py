@@ -62,26 +62,27 @@ def harness(
     (--shots makes them longer). The table says what share of the tokens was folded. Data are read as lm-eval reads
     them, most from a hub; a task in a YAML file may name local files.
     """
-    names, weights = formats_beside_dense(formats), parse_dtype(dtype)
+    names, held_in = formats_beside_dense(formats), parse_dtype(dtype)
     if out is not None:
         check_output(out, "out", (calibration, *sources_of(model)))
     measured = None if calibration is None else Calibration.load(calibration)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     from kvfold.integrations.harness import FoldedLM  # raises now if lm-eval is missing
 
-    manager = _manager(include)
+    manager = TaskManager(include_path=None if include is None else str(include))
     wanted = _found(listed_names(tasks), manager)
-    network, tokenizer = load_model(model, weights)
+    network, tokenizer = load_model(model, held_in)
     for name in names:
         FoldedCache(network.config, name, calibration=measured)  # raises now if they do not fit
-    from lm_eval import simple_evaluate
-
     results: dict[str, Any] = {}
     for name in (DENSE, *names):
         reader = FoldedLM(
             network, name, calibration=None if name == DENSE else measured, tokenizer=tokenizer, batch_size=batch
         )
         results[name] = simple_evaluate(
-            reader, tasks=list(wanted), num_fewshot=shots, limit=limit, task_manager=manager, apply_chat_template=chat,
+            reader, tasks=wanted, num_fewshot=shots, limit=limit, task_manager=manager, apply_chat_template=chat,
             log_samples=out is not None, confirm_run_unsafe_code=False,
         ) | {"folded_share": reader.folded_share}  # fmt: skip
     if out is not None:
@@ -92,12 +93,6 @@ def harness(
         shares = {name: result["folded_share"] for name, result in results.items()}
         return print_json(about | {"folded_share": shares, "rows": rows})
     _print(rows, {name: results[name]["folded_share"] for name in names}, model)
-
-
-def _manager(include: Path | None) -> "TaskManager":
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=None if include is None else str(include))
 
 
 def _found(names: list[str], manager: "TaskManager") -> list[str]:

@@ -183,7 +183,7 @@ def notes_on(task: Task, rows: Sequence[TaskRow]) -> list[str]:
     for row in totals.values():
         if row.unfolded:
             notes.append(
-                f"{row.format} folded nothing in {row.unfolded} of {row.cases} cases, which end too early: there it "
-                "is a dense cache, and they say nothing about it."
+                f"{row.format} folded nothing in {row.unfolded} of {row.cases} cases: they end too early, or no "
+                "layer of this model folds. There it is a dense cache, and they say nothing about it."
             )
     return notes
