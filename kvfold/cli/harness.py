@@ -66,10 +66,7 @@ def harness(
     if out is not None:
         check_output(out, "out", (calibration, *sources_of(model)))
     measured = None if calibration is None else Calibration.load(calibration)
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from kvfold.integrations.harness import FoldedLM  # raises now if lm-eval is missing
+    from kvfold.integrations.harness import FoldedLM, TaskManager, simple_evaluate  # says how to get lm-eval
 
     manager = TaskManager(include_path=None if include is None else str(include))
     wanted = _found(listed_names(tasks), manager)

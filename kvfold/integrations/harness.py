@@ -20,10 +20,14 @@ from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.prompt import plain_settings
 
 try:
+    from lm_eval import simple_evaluate
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 except ImportError as error:
     raise ImportError(f"lm-eval is missing (pip install 'kvfold[harness]'): {error}") from error
+
+__all__ = ["DENSE", "OPTIONS", "FoldedLM", "TaskManager", "simple_evaluate"]
 
 DENSE = "dense"
 OPTIONS = frozenset(
