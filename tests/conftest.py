@@ -210,6 +210,13 @@ def counting(_demo: tuple[PreTrainedModel, PreTrainedTokenizerBase], text_ids: t
     return torch.cat((text_ids[:, :300], numbers), 1)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for models that a test unpacks, in the place of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own_cache"))
+    return tmp_path / "own_cache" / "kvfold"
+
+
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a part of SmolLM2 that is quick (`small_model`)."""

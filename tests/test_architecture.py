@@ -35,7 +35,8 @@ ENGINES = {
     "mlx": ("kernels/mlx/", "integrations/mlx/"),
     "mlx_lm": ("integrations/mlx/",),
     "transformers": (
-        "integrations/transformers/", "integrations/models.py", "integrations/weights.py", "integrations/harness.py",
+        "integrations/transformers/", "integrations/models.py", "integrations/gguf_configs.py",
+        "integrations/unpacking.py", "integrations/weights.py", "integrations/harness.py",
         "integrations/mlx/runtime.py", "evaluate/", "cli/",
     ),
     "lm_eval": ("integrations/harness.py", "cli/harness.py"),

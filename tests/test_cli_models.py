@@ -99,6 +99,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gemma(folder / "tiny.gguf")
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("command", [*COMMANDS, "plan"])
 def test_a_gguf_file_is_a_model(command: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command takes the file that it is given, by any path, and not one of the same name where it runs."""
@@ -118,11 +119,14 @@ def test_a_gguf_file_is_a_model(command: str, gguf_file: Path, tmp_path: Path, m
     assert f"model = 'model.bin' {says}" in _fails(command, "--model", "model.bin", *rest)
 
 
-def test_mlx_says_that_it_takes_no_gguf(gguf_file: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_mlx_reads_a_gguf_file(gguf_file: Path) -> None:
+    """With transformers' answer: the file is unpacked for both."""
     pytest.importorskip("mlx_lm")
-    for model in (gguf_file, gguf_file.parent):
-        says = _fails("generate", "--runtime", "mlx", "--prompt", "Why?", "--model", model)
-        assert "MLX reads safetensors, not GGUF: give such a folder, or take the torch runtime" in says
+    asked = ("generate", "--prompt", "Why?", "--model", str(gguf_file), "--max-new-tokens", "8", "--temperature", "0")
+    runs = [run_kvfold(*asked, "--runtime", runtime) for runtime in ("mlx", "torch")]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    assert runs[0].stdout == runs[1].stdout
 
 
 def test_a_gguf_file_is_not_replaced(gguf_file: Path, tmp_path: Path) -> None:

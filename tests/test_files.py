@@ -159,10 +159,10 @@ def test_text_that_is_no_utf_8(content: bytes, tmp_path: Path) -> None:
 def test_a_home_that_cannot_be_written_is_known_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvfold.integrations import models
+    from kvfold.integrations import models, unpacking
 
     (tmp_path / "file").touch()
-    monkeypatch.setattr(models, "_convert", lambda *_: pytest.fail("the work had begun"))
+    monkeypatch.setattr(unpacking, "_convert", lambda *_: pytest.fail("the work had begun"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(OSError, match=r"'.*/file/kvfold/.*', which cannot be written .* let XDG_CACHE_HOME name"):
         models.demo_folder()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_gguf import write_gemma
 
 from kvfold.integrations.vllm.options import Options
 from kvfold.integrations.vllm.serve import serve_arguments
@@ -57,9 +58,26 @@ def test_models_that_vllm_does_not_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model.gguf': there is no such file or folder"):
         serve_arguments(str(file), Options(), [])
     file.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="is a file, and vLLM reads folders with safetensors, not GGUF"):
+    with pytest.raises(ValueError, match=r"model.gguf' cannot be loaded"):
         serve_arguments(str(file), Options(), [])
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ValueError, match=r"is a file, and its name does not end in .gguf"):
+        serve_arguments(str(tmp_path / "model.bin"), Options(), [])
     assert serve_arguments("some/model", None, [])[1] == "some/model"
+
+
+def test_a_gguf_file_is_unpacked_for_vllm(tmp_path: Path, own_cache: Path) -> None:
+    """As a folder with a config and safetensors, served by the file's name in 16 bits; by its folder, too."""
+    file = write_gemma(tmp_path / "tiny.gguf")
+    for model in (file, tmp_path):
+        _, folder, *rest = serve_arguments(str(model), None, [])
+        assert rest[:4] == ["--served-model-name", "tiny", "--dtype", "bfloat16"]
+        assert Path(folder).parent == own_cache
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
+    assert "float16" in serve_arguments(str(file), None, ["--dtype", "float16"])
+    (tmp_path / "params.json").touch()
+    file.unlink()
+    assert serve_arguments(str(tmp_path), None, [])[1] == str(tmp_path)
 
 
 def test_options_are_checked() -> None:

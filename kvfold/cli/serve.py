@@ -11,7 +11,9 @@ from kvfold.integrations.vllm.serve import run, serve_arguments
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="smollm2 (packaged), a folder with weights, or a name on a hub.")],
+    model: Annotated[
+        str, typer.Argument(help="smollm2 (packaged), a folder with weights, a GGUF file, or a name on a hub.")
+    ],
     format: Annotated[
         str, typer.Option(help='What keys and values fold into (kvfold formats); "dense" for vLLM as it is.')
     ] = DEFAULT,

@@ -3,9 +3,6 @@
 import json
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +13,6 @@ import transformers
 from huggingface_hub import constants
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -26,7 +22,9 @@ from transformers import (
 from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
+from kvfold.integrations.gguf_configs import gguf_config
 from kvfold.integrations.text import check_text
+from kvfold.integrations.unpacking import UNPACKED, convert_gguf, kept_models, unpacked_folder
 from kvfold.integrations.weights import check_weights, quantize_weights
 
 logger = logging.getLogger("kvfold")
@@ -54,8 +52,6 @@ FILES = (
 
 GGUF = ".gguf"
 """How the names of GGUF files end, by which transformers knows them."""
-UNPACKED = torch.float32
-"""The dtype in which GGUF files are loaded by default, whatever a release of transformers makes of them."""
 WHAT_TO_GIVE = (
     f"give {DEMO_NAME}, a folder with a config.json and weights or with one GGUF file, a GGUF file (*{GGUF}), or a "
     "name on a model hub"
@@ -102,13 +98,13 @@ def _loaded(name: str | os.PathLike[str], dtype: torch.dtype | None) -> tuple[Pr
         raise ValueError(f"model = {source!r}: {WHAT_TO_GIVE}")
     path = local_path(source)
     gguf = None if path is None else gguf_of(path)
-    where, options = (source, {}) if gguf is None else _gguf_options(gguf)
     if path is not None and gguf is None:
         read_config(path)  # sizes that nobody can build are refused
+    where = source if gguf is None else unpacked_folder(gguf, dtype or UNPACKED)
     held_in = dtype or ("auto" if gguf is None else UNPACKED)
     try:
-        model, about = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, dtype=held_in, **options)
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        model, about = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, dtype=held_in)
+        tokenizer = AutoTokenizer.from_pretrained(where)
     except MemoryError:
         raise
     except Exception as error:  # whatever a library makes of files that are damaged, missing or of another kind
@@ -146,11 +142,6 @@ def gguf_of(path: Path) -> Path | None:
     return path
 
 
-def _gguf_options(gguf: Path) -> tuple[str, dict[str, str]]:
-    """What transformers finds a GGUF file by: the whole path, as it looks for a name in the current folder first."""
-    return str(gguf.parent), {"gguf_file": str(gguf.absolute())}
-
-
 def sources_of(name: str | os.PathLike[str]) -> list[Path]:
     """Files and folders that `load_model` reads for a name, or would read: no output may replace them."""
     if name == DEMO_NAME:
@@ -158,7 +149,8 @@ def sources_of(name: str | os.PathLike[str]) -> list[Path]:
     hub = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}"
     path = Path(name)
     folder = path.parent if path.suffix == GGUF else path
-    return [path, hub / "blobs", *hub.glob("snapshots/*"), *(folder / file for file in FILES)]
+    made = kept_models().glob(f"{path.stem}-*") if path.suffix == GGUF else ()
+    return [path, hub / "blobs", *hub.glob("snapshots/*"), *(folder / file for file in FILES), *made]
 
 
 def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -186,8 +178,7 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
             )
         path, make = folder / "config.json", partial(CONFIG_MAPPING[kind].from_dict, plain)
     else:
-        where, options = _gguf_options(gguf)
-        path, make = gguf, partial(AutoConfig.from_pretrained, where, **options)
+        path, make = gguf, partial(gguf_config, gguf)
     try:
         config: PreTrainedConfig = make()
     except Exception as error:  # transformers and gguf check files in many ways
@@ -286,46 +277,4 @@ def demo_folder() -> Path:
 def _kept_folder() -> Path:
     """Where `demo_folder` keeps the model."""
     gguf = _demo_file()
-    try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return caches / "kvfold" / f"{gguf.stem}-{gguf.stat().st_size}"
-    except RuntimeError:
-        raise FileNotFoundError("there is no home folder to keep the model in: let XDG_CACHE_HOME name one") from None
-
-
-def convert_gguf(gguf: Path, folder: Path, check: Callable[[Path], None] = lambda made: None) -> None:
-    """Write a GGUF file's weights, in float32, and its tokenizer as an ordinary model folder, whole or not at all.
-
-    `check` may raise on the folder that was made, before it is at its place. Raises OSError if the folder cannot be
-    written.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=folder.parent)
-    except OSError as error:
-        raise OSError(
-            f"the model is converted once, into {str(folder)!r}, which cannot be written ({error.strerror}): "
-            "let XDG_CACHE_HOME name another folder"
-        ) from None
-    with scratch:
-        made = Path(scratch.name, "model")
-        _convert(gguf, made)
-        check(made)
-        try:
-            made.rename(folder)
-        except OSError:  # another process was first
-            if not (folder / "config.json").is_file():
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    where, options = _gguf_options(gguf)
-    source = AutoModelForCausalLM.from_pretrained(where, dtype=UNPACKED, **options)
-    config = type(source.config).from_dict(source.config.to_dict())
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = type(source)(config)
-    plain.load_state_dict(source.state_dict())
-    plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(where, **options).save_pretrained(folder)
+    return kept_models() / f"{gguf.stem}-{gguf.stat().st_size}"

