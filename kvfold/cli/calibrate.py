@@ -13,7 +13,7 @@ from kvfold.cache.budgets import budgeted
 from kvfold.cache.calibration import LOSS_BITS, SHORTEST, Calibration
 from kvfold.cache.files.paths import check_output
 from kvfold.cache.policy import Policy
-from kvfold.cli.options import Dtype, Model, TextFile, parse_dtype, text_of, token_progress
+from kvfold.cli.options import Dtype, Model, TextFile, Weights, parse_dtype, text_of, token_progress
 from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import text_passages
 from kvfold.evaluate.quality import versions
@@ -48,6 +48,7 @@ def calibrate(
         bool, typer.Option(help="Also measure what folding each layer costs, two short passes a layer and passage.")
     ] = True,
     dtype: Dtype = None,
+    weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model once, for kvfold-4, kvfold-3 and kvfold-2: which channels of keys its queries look at, and what
@@ -68,7 +69,7 @@ def calibrate(
 
     kvfold generate --model FOLDER --eviction model.tria --budget 2048 --file long.txt --prompt "What of it matters?"
     """
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     words = text_of(text)
     text_sha = text_sha256(words)
     out = out or Path("queries.tria" if eviction else "calibration.safetensors")
@@ -77,7 +78,7 @@ def calibrate(
         raise ValueError(
             f"passage = {passage}: costs are measured on {FEWEST} tokens or more; give that, or --no-budgets"
         )
-    network, tokenizer = load_model(model, weights)
+    network, tokenizer = load_model(model, held_in, weights)
     parts = text_passages(tokenizer, words, passage, passages)
     tokens = sum(part.shape[1] for part in parts)
     with token_progress() as progress:

@@ -16,6 +16,7 @@ from kvfold.cli.options import (
     Dtype,
     Formats,
     Model,
+    Weights,
     formats_beside_dense,
     listed_names,
     parse_dtype,
@@ -49,6 +50,7 @@ def harness(
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template.")] = False,
     batch: Annotated[int, typer.Option(min=1, max=LARGEST, help="Texts that are generated at once.")] = 1,
     dtype: Dtype = None,
+    weights: Weights = None,
     calibration: CalibrationFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write all that lm-eval returns, every answer included, to this file.")
@@ -70,7 +72,7 @@ def harness(
 
     manager = TaskManager(include_path=None if include is None else str(include))
     wanted = _found(listed_names(tasks), manager)
-    network, tokenizer = load_model(model, held_in)
+    network, tokenizer = load_model(model, held_in, weights)
     for name in names:
         FoldedCache(network.config, name, calibration=measured)  # raises now if they do not fit
     results: dict[str, Any] = {}
@@ -86,7 +88,12 @@ def harness(
         out.write_text(json.dumps(results, indent=2, default=str), encoding="utf-8")
     rows = list(_rows(results))
     if as_json:
-        about = {"model": model, "limit": limit, "versions": versions(("torch", "transformers", "lm_eval"))}
+        about = {
+            "model": model,
+            "weights": weights,
+            "limit": limit,
+            "versions": versions(("torch", "transformers", "lm_eval")),
+        }
         shares = {name: result["folded_share"] for name, result in results.items()}
         return print_json(about | {"folded_share": shares, "rows": rows})
     _print(rows, {name: results[name]["folded_share"] for name in names}, model)

@@ -14,6 +14,7 @@ from kvfold.cli.options import (
     Model,
     RuntimeName,
     TextFile,
+    Weights,
     check_runtime,
     listed_integers,
     listed_names,
@@ -50,6 +51,7 @@ def sweep(
     passage: Annotated[int, typer.Option(max=LARGEST, help="Tokens of a passage.")] = 2048,
     passages: Annotated[int, typer.Option(max=LARGEST, help="How many passages, spread over the text.")] = 1,
     dtype: Dtype = None,
+    weights: Weights = None,
     pass_abs: Annotated[float, typer.Option(help="pass: perplexity moves by no more than this,")] = 0.3,
     pass_pct: Annotated[float, typer.Option(help="and by no more than this, in percent.")] = 5.0,
     warn_abs: Annotated[float, typer.Option(help="warn: it moves by no more than this; beyond is fail.")] = 1.0,
@@ -73,16 +75,18 @@ def sweep(
         listed_integers("key_bits", key_bits), listed_integers("value_bits", value_bits),
         listed_integers("page_sizes", page_sizes), None if residuals is None else listed_names(residuals),
     )  # fmt: skip
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     check_runtime(runtime)
     words = text_of(text)
     check_output(out, "out", (text, *sources_of(model)))
     open_rows(out, RUN)  # raises now if it cannot be appended to
-    network, tokenizer = load_runtime(runtime, model, weights)
+    network, tokenizer = load_runtime(runtime, model, held_in, weights)
     parts = text_passages(tokenizer, words, passage, passages)
     about = {"model": model, "text_sha": text_sha256(words), "passage": passage, "dtype": network.dtype}
     if runtime != "torch":  # rows from before there was another do not say it
         about["runtime"] = runtime
+    if weights is not None:  # nor this
+        about["weights"] = weights
     with token_progress() as progress:
         task = progress.add_task("", total=None)
 

@@ -15,6 +15,7 @@ from kvfold.cli.options import (
     Dtype,
     Formats,
     Model,
+    Weights,
     formats_beside_dense,
     listed_integers,
     listed_names,
@@ -47,6 +48,7 @@ def tasks(
     calibration: CalibrationFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the needle grid into this .png, .svg or .pdf.")] = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Ask a model questions with a dense cache and with folded ones, and compare the answers.
@@ -59,15 +61,17 @@ def tasks(
     plots.check(plot, (out, calibration, model))
     if plot is not None and not any(isinstance(task, Needle) for task in chosen):
         raise ValueError(f"plot = {str(plot)!r} draws the needle grid, but --tasks leaves the needle out")
-    weights = parse_dtype(dtype)
+    held_in = parse_dtype(dtype)
     check_output(out, "out", (calibration, *sources_of(model)))
     known = open_rows(out, OUTCOME)
     measured = None if calibration is None else Calibration.load(calibration)
-    network, tokenizer = load_model(model, weights)
+    network, tokenizer = load_model(model, held_in, weights)
     attach(network)
     for name in names:
         FoldedCache(network.config, name, calibration=measured)  # raises now if they do not fit
-    about: dict[str, Any] = {"model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch.")}
+    about: dict[str, Any] = {
+        "model": model, "seed": seed, "dtype": str(network.dtype).removeprefix("torch."), "weights": weights
+    }  # fmt: skip
     known = [row for row in known if {key: row.get(key) for key in about} == about]
     about["calibration"] = None if calibration is None else sha256(calibration.read_bytes()).hexdigest()
     known = [row for row in known if row["format"] == "dense" or row.get("calibration") == about["calibration"]]

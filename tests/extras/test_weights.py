@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,32 @@ def test_the_command_line_quantises(tmp_path: Path) -> None:
     said = run_kvfold("generate", "--prompt", "The capital of France is", "--raw", "--weights", "int8", "--json",
                       "--max-new-tokens", "3")  # fmt: skip
     assert "Paris" in json.loads(said.stdout)["text"]
+
+
+def test_what_is_measured_on_quantised_weights_says_so(small_folder: Path, tmp_path: Path) -> None:
+    """And outcomes of the weights as they are are no outcomes of these."""
+    text = tmp_path / "text.txt"
+    text.write_text(standard_text()[:12_000])
+    small = ("--model", str(small_folder), "--text", str(text), "--passages", "1")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    losses = []
+    for weights in (("--weights", "int8"), ()):
+        for command, options in (
+            ("sweep", (*small, "--passage", "600", "--key-bits", "4", "--value-bits", "4", "--page-sizes", "")),
+            ("tasks", (*small[:2], "--tasks", "needle", "--lengths", "300", "--repeats", "1", "--formats", "kvfold-4")),
+        ):
+            out = tmp_path / f"{command}.jsonl"
+            run = run_kvfold(command, *options, *weights, "--out", str(out))
+            assert run.returncode == 0, run.stderr
+            rows[command] = [json.loads(line) for line in out.read_text().splitlines()]
+        out = tmp_path / f"{len(weights)}.safetensors"
+        run = run_kvfold("calibrate", *small, "--passage", "600", "--out", str(out), *weights, "--json")
+        assert run.returncode == 0, run.stderr
+        losses.append(json.loads(run.stdout)["losses"])
+    assert losses[0] != losses[1]
+    for command, found in rows.items():
+        own = [row.get("eval", row).get("weights") for row in found]
+        assert own == ["int8"] * (len(own) // 2) + [None] * (len(own) // 2), command
 
 
 def test_what_is_not_quantised_is_said(caplog: pytest.LogCaptureFixture) -> None:
