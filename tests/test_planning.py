@@ -340,6 +340,11 @@ def test_weights_are_counted_as_they_load(tmp_path: Path) -> None:
         ({"model_type": "deepseek_v4"}, "layer 0 is a DeepseekV4HCACache: what it holds"),
         ({"model_type": "t5"}, "config is of an encoder-decoder model"),
         ({"model_type": "parrot"}, "config.json has model_type = 'parrot': transformers"),
+        (
+            {"model_type": "siglip_vision_model"},
+            "config.json has model_type = 'siglip_vision_model': such a model makes no text",
+        ),
+        ({"model_type": "clip"}, "config.json has model_type = 'clip': such a model makes no text"),
         ({"model_type": ["llama"]}, "config.json has model_type = ['llama']"),
         ({"model_type": "llama", "num_hidden_layers": "many"}, "num_hidden_layers = 'many': give a whole number"),
     ],

@@ -20,6 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.gguf_configs import gguf_config
@@ -176,6 +182,11 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
                 f"{folder / 'config.json'} has model_type = {kind!r}: transformers {transformers.__version__} knows no "
                 "such model"
             )
+        if not _makes_text(kind):
+            raise ValueError(
+                f"{folder / 'config.json'} has model_type = {kind!r}: such a model makes no text, so it has no cache "
+                "that grows"
+            )
         path, make = folder / "config.json", partial(CONFIG_MAPPING[kind].from_dict, plain)
     else:
         path, make = gguf, partial(gguf_config, gguf)
@@ -187,6 +198,15 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     if config.dtype is None:
         config.dtype = _dtype_of_weights(folder) if gguf is None else UNPACKED
     return config
+
+
+def _makes_text(kind: str) -> bool:
+    """Whether transformers makes a model that generates text of a model_type, or a part of one."""
+    classes = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )  # fmt: skip
+    return "_text" in kind or any(kind in names for names in classes)
 
 
 def _dtype_of_weights(folder: Path) -> torch.dtype | None:
