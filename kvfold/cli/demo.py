@@ -21,7 +21,9 @@ from kvfold.integrations.transformers import FoldedCache, attach
 from kvfold.integrations.transformers.prompt import answer, prompt_ids
 from kvfold.integrations.transformers.reporting import report_of
 
-QUESTION = "What is the difference between the break and the continue statement? Answer in one or two sentences."
+SECRET = "The secret code of the lighthouse is 48213."
+"""It stands in the middle of the document. No model knows it from elsewhere."""
+QUESTION = "What is the secret code of the lighthouse? Answer in one sentence."
 
 
 def demo(
@@ -36,9 +38,9 @@ def demo(
 ) -> None:
     """Read a document with a dense and with folded caches, then answer a question about it.
 
-    The document is the beginning of the language reference in Python's standard library. While it is read, every
-    prediction is compared with the dense cache's: PPL is perplexity, KL the mean divergence a token. Held MB counts
-    every tensor that the cache owns.
+    The document is the beginning of the language reference in Python's standard library, with a secret in its middle
+    that the question asks for. While it is read, every prediction is compared with the dense cache's: PPL is
+    perplexity, KL the mean divergence a token. Held MB counts every tensor that the cache owns.
     """
     names = formats_beside_dense(formats)
     console = Console(stderr=True)
@@ -46,7 +48,8 @@ def demo(
         network, tokenizer = load_model(model, parse_dtype(dtype))
     attach(network)
     words = tokenizer(standard_text()).input_ids[:tokens]
-    document = "Here is a part of the Python language reference.\n\n" + tokenizer.decode(words)
+    before, after = tokenizer.decode(words[: len(words) // 2]), tokenizer.decode(words[len(words) // 2 :])
+    document = f"Here is a part of the Python language reference.\n\n{before}\n\n{SECRET}\n\n{after}"
     ids = prompt_ids(tokenizer, f"{document}\n\n{QUESTION}")
 
     folded = {name: FoldedCache(network.config, name) for name in names}
