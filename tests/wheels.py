@@ -34,6 +34,9 @@ def main() -> None:
         return try_it()
     if not args.pythons:
         parser.error("pythons: name one or more interpreters, such as python3.11 python3.12")
+    for python in args.pythons:
+        if shutil.which(python) is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:
+            parser.error(f"pythons: {python} does not run here; name those that do (make wheels WHEEL_PYTHONS=…)")
     shutil.rmtree(DIST, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

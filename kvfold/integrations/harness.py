@@ -4,7 +4,10 @@ The harness's own class for transformers scores a text in one pass that keeps no
 model, its scores are those of a dense cache. `FoldedLM` gives every pass a cache of its own, and counts what it folded.
 """
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isnan
 from typing import Any
 
@@ -99,7 +102,8 @@ class FoldedLM(HFLM):  # type: ignore[misc]
             raise ValueError("pretrained is a loaded model: give its tokenizer, too")
         if device is not None:
             pretrained.to(device)
-        super().__init__(pretrained, tokenizer=tokenizer, **options)
+        with _quiet("lm_eval.models.huggingface"):  # it warns of every model that is loaded already
+            super().__init__(pretrained, tokenizer=tokenizer, **options)
         if self.policy is not None:
             attach(pretrained)
         self._cache()  # raises now if they do not fit
@@ -159,6 +163,18 @@ class FoldedLM(HFLM):  # type: ignore[misc]
         read = options["attention_mask"].sum() + (out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum()
         self._count(cache, int(read))
         return out
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Let a logger say errors only."""
+    own = logging.getLogger(name)
+    before = own.level
+    own.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        own.setLevel(before)
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
