@@ -21,6 +21,7 @@ if find_spec("mlx_lm") is None:  # what is there and does not import is no reaso
     pytest.skip("the extra mlx is not installed", allow_module_level=True)
 from kvfold.kernels.mlx import mx  # isort: split
 
+import mlx.nn
 import mlx_lm
 from commands import run_kvfold
 from conftest import tiny_model
@@ -337,6 +338,22 @@ def test_layers_have_bits_of_their_own(tmp_path: Path, random_ids: Callable[...,
     formats = [layer.format for layer in cache_report(cache).layers]
     assert formats == [layer.format for layer in ours.report().layers]
     assert len(set(formats)) > 1
+
+
+def test_a_calibration_of_other_weights_is_refused(tmp_path: Path, random_ids: Callable[..., Tensor]) -> None:
+    """One of torch's knows its model in MLX, quantised, too."""
+    model, network = _tiny("llama", tmp_path)
+    calibration = kvfold.calibrate(model, [random_ids(1, 300)])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.uniform_(0.5, 2)
+    other = kvfold.calibrate(model, [random_ids(1, 300)])
+    for quantised in (False, True):
+        if quantised:
+            mlx.nn.quantize(network, group_size=32, bits=4)
+        make_prompt_cache(network, "kvfold-3", calibration=calibration)
+        with pytest.raises(ValueError, match=r"other weights, 0.input_layernorm.weight among them: calibrate this"):
+            make_prompt_cache(network, "kvfold-3", calibration=other)
 
 
 @pytest.mark.parametrize("tokens", [100, 300])

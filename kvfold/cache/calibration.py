@@ -1,5 +1,6 @@
 """Statistics of a model's layers, measured once and kept in a file."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from kvfold.formats import KeyStatistics
 from kvfold.formats.numbers import MOST_OF_A_MODEL, whole
 from kvfold.quant.spectral import spectral_rotation
 
+logger = logging.getLogger("kvfold")
+
 KIND = "kvfold-calibration-1"
 NAMES = ("query_energy", "key_variance")
 """What a file has of each layer's statistics."""
@@ -26,6 +29,8 @@ ENERGY = "energy"
 ROTATIONS = ("key_rotation", "value_rotation")
 """What it may have beside these, too."""
 OPTIONAL = (ENERGY, *ROTATIONS)
+SKETCH = "sketch."
+"""How names of the model's weights begin there."""
 
 PAGE_SIZE = 64
 """Tokens of the pages within which the keys' variance is taken. A format may have other pages: the order of channels,
@@ -123,11 +128,15 @@ class Calibration:
     losses
         What folding each layer's keys and values costs (latents: both in one), by the layer's index; it decides their
         bits. Empty: all layers keep their formats' bits, whatever the prompt.
+    sketch
+        A few numbers of the model's weights (`kvfold.cache.sketch`), by which another model is refused. Empty: nobody
+        can tell whose statistics these are.
     """
 
     layers: Mapping[int, KeyStatistics]
     about: Mapping[str, str] = field(default_factory=dict)
     losses: Mapping[int, tuple[Loss, ...]] = field(default_factory=dict)
+    sketch: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for index, statistics in self.layers.items():
@@ -142,6 +151,8 @@ class Calibration:
         for index, losses in self.losses.items():
             if not all(isfinite(loss.kl) and loss.channels > 0 for loss in losses):
                 raise ValueError(f"layer {index}: losses = {losses} are no finite KL of one or more channels")
+        if not all(part.ndim in (1, 2) and part.isfinite().all() for part in self.sketch.values()):
+            raise ValueError("sketch holds a NaN, an infinity, or what is no vector or matrix")
         if not all(isinstance(text, str) for pair in self.about.items() for text in pair):
             raise ValueError(f"about = {dict(self.about)!r}: give texts by name, as a file has them")
 
@@ -158,19 +169,25 @@ class Calibration:
         if not isinstance(given, Calibration | str | os.PathLike):
             raise TypeError(f"calibration = {short(given)}: give a kvfold.Calibration, or a file's path")
         calibration = given if isinstance(given, Calibration) else cls.load(given)
+        if calibration is not given and not calibration.sketch:
+            logger.warning(
+                "calibration = %r does not say of which weights it is: nobody can tell whether it fits", given
+            )
         measured, last = calibration.about.get("model_type"), max(calibration.layers, default=0)
         other = model_type is not None and measured not in (None, model_type)
-        if other or last >= layers:
+        theirs = calibration.about.get("layers", str(layers))
+        if other or last >= layers or theirs != str(layers):
+            count = f"at least {last + 1}" if "layers" not in calibration.about else theirs
             raise ValueError(
-                f"the calibration is of a {measured or 'model'} with at least {last + 1} layers, this is a "
+                f"the calibration is of a {measured or 'model'} with {count} layers, this is a "
                 f"{model_type or 'model'} with {layers}: calibrate this model"
             )
         return calibration
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, float32: `layers.N.query_energy`, `layers.N.key_variance`, if they are known
-        `layers.N.energy`, `layers.N.key_rotation` and `layers.N.value_rotation`, and of losses `layers.N.loss`,
-        (sides, 2), KL and channels."""
+        `layers.N.energy`, `layers.N.key_rotation` and `layers.N.value_rotation`, of losses `layers.N.loss`, (sides, 2),
+        KL and channels, and of the model's weights `sketch.…`."""
         tensors = {}
         for index, statistics in self.layers.items():
             for name in (*NAMES, *OPTIONAL):
@@ -178,6 +195,8 @@ class Calibration:
                     tensors[f"layers.{index}.{name}"] = tensor.float().contiguous().clone()
         for index, losses in self.losses.items():
             tensors[f"layers.{index}.loss"] = torch.tensor(losses)
+        for name, part in self.sketch.items():
+            tensors[f"{SKETCH}{name}"] = part.float().contiguous().clone()
         with replacing(path) as file:
             file.write(save(tensors, {**self.about, "kind": KIND}))
 
@@ -195,12 +214,16 @@ class Calibration:
         check_input(path, "calibration", "kvfold calibrate")
         damaged = f"calibration = {str(path)!r}: the file is damaged; kvfold calibrate makes a new one"
         parts: dict[int, dict[str, Tensor]] = {}
+        sketch: dict[str, Tensor] = {}
         try:
             with safe_open(path, framework="pt") as file:
                 about = dict(file.metadata() or {})
                 if about.pop("kind", None) != KIND:
                     raise ValueError(f"calibration = {str(path)!r}: of another kind; kvfold calibrate makes one")
                 for key in file.keys():  # noqa: SIM118
+                    if key.startswith(SKETCH):
+                        sketch[key.removeprefix(SKETCH)] = file.get_tensor(key)
+                        continue
                     match = re.fullmatch(r"layers\.(0|[1-9][0-9]{0,4})\.(\w+)", key)
                     if match is None or match[2] not in (*NAMES, *OPTIONAL, "loss"):
                         raise ValueError(damaged)
@@ -218,9 +241,11 @@ class Calibration:
                     raise ValueError(damaged)
             if "key_rotation" in tensors and tensors["key_rotation"].shape[-1] != shape[-1]:
                 raise ValueError(damaged)
+        if any(part.dtype != torch.float32 for part in sketch.values()):
+            raise ValueError(damaged)
         layers = {index: KeyStatistics(**tensors) for index, tensors in sorted(parts.items())}
         try:
-            return cls(layers, about, dict(sorted(losses.items())))
+            return cls(layers, about, dict(sorted(losses.items())), sketch)
         except ValueError:
             raise ValueError(damaged) from None
 

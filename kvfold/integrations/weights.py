@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvfold.cache.report import walk_tensors
+from kvfold.cache.sketch import EMBEDDINGS, sketch
 
 logger = logging.getLogger("kvfold")
 
@@ -114,6 +115,23 @@ def saved_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     saved = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     return sorted([*model.named_parameters(), *buffers], key=lambda item: item[0])
+
+
+def sketch_of(model: nn.Module, first_shard: bool = True) -> dict[str, torch.Tensor]:
+    """A few numbers of a model's weights (`kvfold.cache.sketch`), without those that are quantised or offloaded.
+
+    A worker that has only a later part of the vocabulary is no `first_shard`: its embeddings are of other tokens.
+    """
+
+    def read(weight: torch.Tensor, where: tuple[slice, ...]) -> torch.Tensor | None:
+        if weight.is_meta or not weight.is_floating_point() or hasattr(weight, "__tensor_flatten__"):
+            return None
+        return weight.detach()[where]
+
+    found = sketch(model.named_parameters(), read)
+    if not first_shard:
+        found.pop(EMBEDDINGS, None)
+    return found
 
 
 def plain_parts(weight: torch.Tensor) -> list[torch.Tensor]:

@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import alone, ask, differences, engine
 from rounding import tie_of
+from transformers import AutoModelForCausalLM
+
+import kvfold
 
 
 def _capacity(model: Path, format: str | None, **options: Any) -> int:
@@ -83,11 +87,18 @@ def test_engines_that_could_not_fold_do_not_start(tiny_llama: Path, options: dic
 
 
 def test_a_calibration_must_be_there_and_of_this_model(tiny_llama: Path, calibration: Path, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match=r"is of 3 heads of 64, layer 0 has 2 of 128 .* calibrate this model"),
-        engine(tiny_llama, "kvfold-4", calibration, in_process=True),
+    """Refused are one of another number of layers, and one of the same shapes and other weights."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight.flip(0))
+    other = tmp_path / "other.safetensors"
+    kvfold.calibrate(model, [torch.arange(300)[None] % model.config.vocab_size]).save(other)
+    for file, message in (
+        (calibration, r"is of a llama with 30 layers, this is a model with .* calibrate this model"),
+        (other, r"is of a model with other weights, embeddings among them: calibrate this model"),
     ):
-        pass
+        with pytest.raises(ValueError, match=message), engine(tiny_llama, "kvfold-4", file, in_process=True):
+            pass
     with (
         pytest.raises(FileNotFoundError, match="there is no such file"),
         engine(tiny_llama, "kvfold-4", tmp_path / "none.safetensors", in_process=True),

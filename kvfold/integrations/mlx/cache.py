@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import torch
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as theirs
 
 from kvfold.cache.calibration import Calibration
@@ -15,6 +16,7 @@ from kvfold.cache.mlx import ArrayLayer, held_array_bytes
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, LayerReport, walk_tensors
 from kvfold.cache.shape import LayerShape
+from kvfold.cache.sketch import check_same, sketch
 from kvfold.integrations.mlx.attach import attach
 from kvfold.integrations.mlx.layer import FoldedKVCache
 from kvfold.integrations.mlx.passes import Passes
@@ -47,8 +49,9 @@ def make_prompt_cache(
     Raises
     ------
     ValueError
-        On an unknown format, one that cannot take the model's head dimension, a policy that folds windows, or a model
-        that computes with cached keys and values itself, as those with latent attention do.
+        On an unknown format, one that cannot take the model's head dimension, a policy that folds windows, another
+        model's calibration, or a model that computes with cached keys and values itself, as those with latent attention
+        do.
 
     Examples
     --------
@@ -60,7 +63,9 @@ def make_prompt_cache(
     if policy.sliding:
         raise ValueError("policy: sliding = True, but windows fold in torch only: leave it out, and they stay dense")
     layers = theirs.make_prompt_cache(model)
-    measured = Calibration.of(calibration, None, len(layers))
+    measured = Calibration.of(calibration, None, len(model.layers))
+    if measured is not None:
+        check_same(measured.sketch, sketch(tree_flatten(model.parameters()), _part))
     growing = [index for index, layer in enumerate(layers) if type(layer) is theirs.KVCache]
     attach(model)
     planned = planned_shapes(model, [i for i in growing if policy.format_of(i, len(layers)) is not None])
@@ -77,6 +82,11 @@ def make_prompt_cache(
             ", ".join(sorted({type(layer).__name__ for layer in layers})),
         )
     return layers
+
+
+def _part(weight: mx.array, where: tuple[slice, ...]) -> torch.Tensor | None:
+    """A part of a weight; None of one that is quantised."""
+    return torch.tensor(weight[where].astype(mx.float32)) if mx.issubdtype(weight.dtype, mx.floating) else None
 
 
 def _frequencies(index: int, format: str) -> None:

@@ -16,6 +16,7 @@ from kvfold.cache.files.contents import FLOATS, read, write
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport, held_bytes
+from kvfold.cache.sketch import check_same
 from kvfold.eviction import Eviction
 from kvfold.eviction.evictor import Evictor
 from kvfold.formats.numbers import LARGEST, truth, whole
@@ -34,6 +35,7 @@ from kvfold.integrations.transformers.saving import KIND, VERSION, cache_from_sa
 from kvfold.integrations.transformers.shapes import cache_layers, check_shape, layer_shapes
 from kvfold.integrations.transformers.states import WatchedStates
 from kvfold.integrations.transformers.window import only_the_window, rounded
+from kvfold.integrations.weights import sketch_of
 from kvfold.kernels.graphs import outside_graphs
 
 logger = logging.getLogger("kvfold")
@@ -113,7 +115,8 @@ class FoldedCache(WatchedStates):
         self.origin = Origin()
         self.ids: Tensor | None = None
         layers = cache_layers(config)
-        measured = Calibration.of(calibration, self.text_config.model_type, len(layers))
+        measured = Calibration.of(calibration, self.text_config.model_type, self.text_config.num_hidden_layers)
+        self.sketch = {} if measured is None else measured.sketch
         self.shapes = layer_shapes(config, layers)
         configs = layer_configs(
             self.shapes, policy, measured, dense_dtype=dense_dtype, sharpen=sharpen,
@@ -219,7 +222,8 @@ class FoldedCache(WatchedStates):
         Raises
         ------
         ValueError
-            If this cache is of another model's config, or was loaded from a file and another model filled it.
+            If this cache is of another model's config or has another's calibration, or was loaded from a file and
+            another model filled it.
         RuntimeError
             If an earlier pass of a model that is not attached did not get to its last layer.
         """
@@ -229,6 +233,8 @@ class FoldedCache(WatchedStates):
             if not held_by_layer(self.layers, self.text_config):
                 self.origin = Origin()
             self.origin.see(decoder)
+            if self.sketch:
+                check_same(self.sketch, sketch_of(decoder))
         if self.number is None and self.folds:
             self.number = number_of(self)
         self.forward_pass.reads_folded, self.forward_pass.backend = True, backend
@@ -469,7 +475,7 @@ class FoldedCache(WatchedStates):
 
     def _beside(self) -> tuple[object, ...]:
         """What this cache owns beside its layers."""
-        return self.ids, self.evictor, self.number
+        return self.ids, self.evictor, self.number, self.sketch
 
     def bits_per_value(self) -> float:
         """Held bits for each number that a dense cache would hold; NaN while empty."""

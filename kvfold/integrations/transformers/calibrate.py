@@ -19,6 +19,7 @@ from kvfold.integrations.transformers.calls import cache_argument
 from kvfold.integrations.transformers.evicting import head_shape, model_rope
 from kvfold.integrations.transformers.layer import FoldedLayer
 from kvfold.integrations.transformers.shapes import layer_shapes
+from kvfold.integrations.weights import sketch_of
 
 See = Callable[[int, Tensor, Tensor, Tensor, int], None]
 """Called with a layer's index, queries (batch, heads, n, D) and keys (batch, kv_heads, n, D) that RoPE has turned,
@@ -94,8 +95,9 @@ def calibrate(
     # Some layers are never attended to.
     layers = {index: observed.statistics() for index, observed in seen.items() if observed.enough}
     tokens = sum(ids.shape[1] for ids in passages)
-    kind = model.config.get_text_config(decoder=True).model_type
-    return Calibration(layers, {"model_type": kind, "tokens": str(tokens), **(about or {})})
+    config = model.config.get_text_config(decoder=True)
+    known = {"model_type": config.model_type, "layers": str(config.num_hidden_layers), "tokens": str(tokens)}
+    return Calibration(layers, {**known, **(about or {})}, sketch=sketch_of(model))
 
 
 PLACES = (0, 1, 2, 7, 40, 300)

@@ -10,10 +10,12 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvfold.cache.calibration import Calibration
+from kvfold.cache.sketch import check_same
 from kvfold.integrations.text import standard_text
 from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.counters import count_folds
 from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.weights import sketch_of
 
 logger = init_logger("vllm.kvfold")
 
@@ -93,7 +95,8 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
 
     def _load(self, path: str, layers: dict[int, FoldedImpl]) -> None:
         """Fit layers to a calibration file, each to the KV heads that this worker has."""
-        calibration = Calibration.load(path)
+        calibration = Calibration.of(path, None, self.model_config.hf_text_config.num_hidden_layers)
+        assert calibration is not None
         if calibration.losses:
             logger.warning(
                 "kvfold: %s has costs by which layers would get bits of their own, but all pages of the engine's pool "
@@ -101,6 +104,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                 path,
             )
         ranks, rank = self.parallel_config.tensor_parallel_size, self.rank % self.parallel_config.tensor_parallel_size
+        check_same(calibration.sketch, sketch_of(self.get_model(), first_shard=rank == 0))
         for index, impl in layers.items():
             if index not in calibration.layers:
                 raise ValueError(f"calibration = {path!r} has no layer {index}: calibrate this model")
