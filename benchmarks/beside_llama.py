@@ -76,7 +76,7 @@ def main() -> None:
     from kvfold.cli.output import to_stdout
     from kvfold.evaluate import standard_text
     from kvfold.evaluate.quality import versions
-    from kvfold.integrations.models import _demo_file
+    from kvfold.integrations.models import demo_file
 
     torch.set_grad_enabled(False)
     torch.set_num_threads(args.threads)
@@ -94,7 +94,7 @@ def main() -> None:
     }
     for (_, context), cache in caches.items():
         model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
-    command = [args.python, __file__, "--serve", str(_demo_file()), str(args.threads), json.dumps(contexts)]
+    command = [args.python, __file__, "--serve", str(demo_file()), str(args.threads), json.dumps(contexts)]
     llama = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(what: Any) -> Any:

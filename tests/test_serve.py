@@ -2,10 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny_gguf import write_gemma
 
+from kvfold.cache.calibration import Calibration
+from kvfold.integrations.models import load_config
 from kvfold.integrations.vllm.options import Options
 from kvfold.integrations.vllm.serve import serve_arguments
 
@@ -15,14 +20,58 @@ def _config(arguments: list[str]) -> dict[str, object]:
     return json.loads(arguments[arguments.index("--additional-config") + 1])
 
 
-def test_what_a_user_sets_is_not_set_again() -> None:
-    options = Options("kvfold-3", "a.safetensors")
-    arguments = serve_arguments("folder", options, ["--host", "0.0.0.0", "--max_num_seqs=4", "--port", "1"])
+def test_what_a_user_sets_is_not_set_again(tmp_path: Path) -> None:
+    file = str(tmp_path / "a.safetensors")
+    Calibration({}).save(file)
+    given = ["--host", "0.0.0.0", "--max_num_seqs=4", "--kv_cache_memory_bytes", "1G"]
+    arguments = serve_arguments("folder", Options("kvfold-3", file), given)
     assert arguments[:2] == ["serve", "folder"]
     assert arguments.count("--host") == 1
-    assert "--max-num-seqs" not in arguments
-    assert _config(arguments) == {"kvfold": {"format": "kvfold-3", "calibration": "a.safetensors"}}
-    assert arguments[-5:] == ["--host", "0.0.0.0", "--max_num_seqs=4", "--port", "1"]
+    assert not {"--max-num-seqs", "--kv-cache-memory-bytes"} & {*arguments}
+    assert _config(arguments) == {"kvfold": {"format": "kvfold-3", "calibration": file}}
+    assert arguments[-5:] == given
+
+
+@pytest.mark.parametrize("given", [[], ["-tp", "2"], ["--data-parallel-size=2", "--tensor_parallel_size", "2"]])
+def test_the_cache_gets_memory_that_is_there(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of what is free beside the weights, by all workers; unless the user says another size, in any way."""
+    save_file({"x": torch.zeros(2**20)}, tmp_path / "model.safetensors")  # 4 MiB
+    free = 3 * 2**30
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
+    workers = max(1, 2 * sum("parallel" in word or word == "-tp" for word in given))
+    arguments = serve_arguments(str(tmp_path), Options(), given)
+    size = int(arguments[arguments.index("--kv-cache-memory-bytes") + 1])
+    assert size == pytest.approx((free - 2**22) / 2 / workers, rel=1e-3)
+    assert f"the cache gets {size / 2**30:.1f} GiB" in caplog.text
+    for more in (["--gpu-memory-utilization", "0.5"], ["--kv-cache-memory-bytes=1G"]):
+        assert "--kv-cache-memory-bytes" not in serve_arguments(str(tmp_path), Options(), [*given, *more])
+    assert "--kv-cache-memory-bytes" not in serve_arguments(str(tmp_path), None, given)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert "--kv-cache-memory-bytes" not in serve_arguments(str(tmp_path), Options(), given)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    free = 2**28
+    with pytest.raises(ValueError, match="too little for a cache: free some, or give --kv-cache-memory-bytes"):
+        serve_arguments(str(tmp_path), Options(), given)
+
+
+def test_what_an_engine_would_find_after_minutes_is_found_before(tmp_path: Path, small_folder: Path) -> None:
+    model = str(small_folder)
+    with pytest.raises(FileNotFoundError, match=r"none.safetensors.*kvfold calibrate makes one"):
+        serve_arguments(model, Options("kvfold-4", str(tmp_path / "none.safetensors")), [])
+    (tmp_path / "damaged").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="the file is damaged"):
+        serve_arguments("some/model", Options("kvfold-4", str(tmp_path / "damaged")), [])
+    Calibration({}, {"layers": "300"}).save(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"with 300 layers, this is a model with .*: calibrate this model"):
+        serve_arguments(model, Options("kvfold-4", str(tmp_path / "other")), [])
+    for given in (["--max-num-batched-tokens", "64"], ["--max_model_len=128"]):
+        with pytest.raises(ValueError, match="fits kvfold-4 to a text of 128 tokens or more when it starts"):
+            serve_arguments(model, Options(), given)
+        serve_arguments(model, Options("turboquant-4"), given)  # has nothing to fit
+    with pytest.raises(ValueError, match="leave --enforce-eager out"):
+        serve_arguments(model, Options(), ["-pp", "2", "--enforce-eager"])
 
 
 def test_by_default_only_this_machine_is_answered() -> None:
@@ -44,13 +93,15 @@ def test_dense_leaves_vllm_as_it_is() -> None:
     [
         (["--additional-config", "kvfold"], "no JSON object"),
         (["--additional-config"], "no JSON object"),
+        (["--additional-config", '{"kvfold": {"format": "kvfold-2"}}'], "give --format and --calibration in its place"),
         (["--config", "options.yaml"], "would overwrite each other"),
         (["--additional-config.a=1"], "would overwrite each other"),
     ],
 )
 def test_what_would_be_lost_is_refused(given: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        serve_arguments("folder", Options(), given)
+    for options in (Options(), None):
+        with pytest.raises(ValueError, match=message):
+            serve_arguments("folder", options, given)
 
 
 def test_models_that_vllm_does_not_read(tmp_path: Path) -> None:
@@ -71,10 +122,11 @@ def test_a_gguf_file_is_unpacked_for_vllm(tmp_path: Path, own_cache: Path) -> No
     file = write_gemma(tmp_path / "tiny.gguf")
     for model in (file, tmp_path):
         _, folder, *rest = serve_arguments(str(model), None, [])
-        assert rest[:4] == ["--served-model-name", "tiny", "--dtype", "bfloat16"]
+        assert rest[:2] == ["--served-model-name", "tiny"]
+        assert load_config(folder).dtype == torch.bfloat16
         assert Path(folder).parent == own_cache
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
-    assert "float16" in serve_arguments(str(file), None, ["--dtype", "float16"])
+    assert load_config(serve_arguments(str(file), None, ["--dtype=float16"])[1]).dtype == torch.float16
     (tmp_path / "params.json").touch()
     file.unlink()
     assert serve_arguments(str(tmp_path), None, [])[1] == str(tmp_path)

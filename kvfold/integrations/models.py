@@ -151,7 +151,7 @@ def gguf_of(path: Path) -> Path | None:
 def sources_of(name: str | os.PathLike[str]) -> list[Path]:
     """Files and folders that `load_model` reads for a name, or would read: no output may replace them."""
     if name == DEMO_NAME:
-        return [_demo_file().parent, _kept_folder()]
+        return [demo_file().parent, _kept_folder()]
     hub = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}"
     path = Path(name)
     folder = path.parent if path.suffix == GGUF else path
@@ -167,7 +167,7 @@ def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     file or folder, or no model in it, and ValueError if transformers makes no config of the file, it is damaged, or a
     size is no whole number.
     """
-    folder = _demo_file() if name == DEMO_NAME else local_path(name)
+    folder = demo_file() if name == DEMO_NAME else local_path(name)
     if folder is None:
         raise FileNotFoundError(
             f"model = {str(name)!r}: there is no such file or folder, and nothing is downloaded for a plan; give "
@@ -254,7 +254,7 @@ def _only_gguf(folder: Path) -> Path:
     return files[0]
 
 
-def _demo_file() -> Path:
+def demo_file() -> Path:
     """The demo model's GGUF file, in its package."""
     spec = find_spec(DEMO_PACKAGE)
     if spec is None or spec.origin is None:
@@ -287,7 +287,7 @@ def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTr
 
 def demo_folder() -> Path:
     """The demo model as an ordinary model folder, made on first use; FileNotFoundError as `demo_model`."""
-    gguf, folder = _demo_file(), _kept_folder()
+    gguf, folder = demo_file(), _kept_folder()
     if not (folder / "config.json").is_file():
         logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
         convert_gguf(gguf, folder)
@@ -296,5 +296,5 @@ def demo_folder() -> Path:
 
 def _kept_folder() -> Path:
     """Where `demo_folder` keeps the model."""
-    gguf = _demo_file()
+    gguf = demo_file()
     return kept_models() / f"{gguf.stem}-{gguf.stat().st_size}"

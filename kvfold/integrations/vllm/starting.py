@@ -1,0 +1,78 @@
+"""What is known of an engine before it starts, which takes minutes and prints hundreds of lines."""
+
+import logging
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from kvfold.cache.calibration import Calibration
+from kvfold.formats import get_formats
+from kvfold.integrations.models import load_config
+from kvfold.integrations.vllm.options import FEWEST, Options
+from kvfold.integrations.vllm.words import Words
+
+logger = logging.getLogger("kvfold")
+
+LEAST = 2**28
+"""Bytes below which a cache is of no use."""
+SHARE = 0.5
+"""Of the memory that is free beside the weights. Activations, and all else that runs here, need some, too."""
+
+
+def check_early(path: Path | None, options: Options, words: Words) -> None:
+    """Raise what an engine of this model would raise after minutes; `path` is None if the model is not here yet."""
+    config = None if path is None else _config_of(path)
+    if options.calibration is not None:
+        calibration = Calibration.load(options.calibration)
+        if config is not None:
+            Calibration.of(calibration, None, config.num_hidden_layers)
+    else:
+        for option in ("--max-num-batched-tokens", "--max-model-len"):
+            tokens = words.number(option)
+            least = FEWEST + (option == "--max-model-len")
+            if tokens is not None and tokens < least and _fits(options):
+                raise ValueError(
+                    f"{option} {tokens}: the engine fits {options.format} to a text of {FEWEST} tokens or more when it "
+                    f"starts: give at least {least}, or a --calibration"
+                )
+    if (words.number("--pipeline-parallel-size") or 1) > 1 and words.given("--enforce-eager"):
+        raise ValueError(
+            "--enforce-eager with --pipeline-parallel-size: on CPUs, vLLM's stages then die at the first request; "
+            "leave --enforce-eager out"
+        )
+
+
+def memory_for_cache(path: Path | None, workers: int) -> int:
+    """Bytes for each worker's cache: a share of what is free beside the weights.
+
+    vLLM's own default is .92 of the machine's memory, whatever else uses it. Raises ValueError if too little is left.
+    """
+    import psutil
+
+    free = psutil.virtual_memory().available
+    weights = 0 if path is None else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    size = int(SHARE * (free - weights) / workers)
+    if size < LEAST:
+        raise ValueError(
+            f"of {free / 2**30:.1f} GiB that are free here, the weights take {weights / 2**30:.1f}, which leaves too "
+            "little for a cache: free some, or give --kv-cache-memory-bytes"
+        )
+    logger.warning(
+        "the cache gets %.1f GiB%s, half of the memory that is free beside the weights; --kv-cache-memory-bytes says "
+        "another size", size / 2**30, "" if workers == 1 else f" in each of {workers} workers",
+    )  # fmt: skip
+    return size
+
+
+def _fits(options: Options) -> bool:
+    """Whether formats are fitted to statistics."""
+    pair = get_formats(options.format, 64, 64)
+    return bool(pair.awaits_fit or pair.needs_calibration)
+
+
+def _config_of(path: Path) -> PreTrainedConfig | None:
+    """A folder's config; None if vLLM reads it and transformers does not."""
+    try:
+        return load_config(path).get_text_config(decoder=True)
+    except (ValueError, OSError):
+        return None
