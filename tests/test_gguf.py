@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvfold.integrations.models import load_config, load_model
 from kvfold.integrations.transformers.shapes import layer_shapes
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("own_cache")]
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(TOKENS), "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,

@@ -11,8 +11,18 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 LAYERS, FULL, WINDOW, HEAD_DIM, CONTEXT = 6, (5,), 32, 64, 512
 """Five layers with windows, and then one that attends to everything: the architecture's default."""
-TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *string.ascii_letters]
-KINDS = [gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * 53
+TOKENS = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "▁",
+    *string.ascii_letters,
+    "ab",
+    "cd",
+]
+KINDS = [gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * 55
 
 
 def write_gemma(path: Path) -> Path:
@@ -53,7 +63,9 @@ def write_gguf(
         writer.add_sliding_window(config.sliding_window)
     for key, value in (said or {}).items():
         _add(writer, f"{architecture}.{key}", value)
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("gpt2" if architecture.startswith("qwen") else "llama")
+    if architecture.startswith("qwen"):
+        writer.add_token_merges(["a b", "c d"])  # one alone would not be read as a list
     writer.add_token_list(TOKENS)
     writer.add_token_scores([0.0] * len(TOKENS))
     writer.add_token_types(KINDS)
