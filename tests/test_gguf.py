@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from tiny_gguf import TOKENS, write_gguf
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -21,6 +24,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvfold.integrations.gguf_configs import gguf_config
 from kvfold.integrations.models import load_config, load_model
 from kvfold.integrations.transformers.shapes import layer_shapes
 
@@ -35,8 +39,6 @@ IDS = torch.randint(4, len(TOKENS), (1, 700), generator=torch.Generator().manual
 
 
 def made(config: PreTrainedConfig) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -133,6 +135,24 @@ def test_a_file_gives_the_model_that_was_written(case: str, tmp_path: Path) -> N
     expected = logits(model)
     torch.testing.assert_close(logits(read), expected, atol=1e-3 * expected.std().item(), rtol=1e-3)
     assert layer_shapes(load_config(file)) == layer_shapes(config)
+
+
+def test_what_transformers_reads_stays(tmp_path: Path) -> None:
+    """Gemma 4's layers have heads of two sizes; the larger is the file's key_length."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma4")
+    writer.add_block_count(4)
+    writer.add_key_length(128)
+    writer.add_uint32("gemma4.attention.key_length_swa", 64)
+    writer.add_array("gemma4.attention.sliding_window_pattern", [True, True, True, False])
+    writer.add_rope_freq_base(1e6)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = gguf_config(tmp_path / "model.gguf")
+    plain = AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert config.layer_types == ["sliding_attention"] * 3 + ["full_attention"]
+    config.layer_types = plain.layer_types
+    assert config.to_dict() == plain.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ AS_THEY_ARE = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 """Keys of a file, and the attributes of a config that say the same."""
+HAS_TWO_SIZES = "gemma4"
+"""Its layers have heads of two sizes, and rotate parts of them by default; transformers reads both sizes."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Llama's models from 3.1 on have. Their files hold only the factors that follow from it."""
 
@@ -63,9 +65,10 @@ def gguf_config(path: Path) -> PreTrainedConfig:
         if tensor.name.startswith(("rope_freqs", "rope_factors"))
     }
     before = config.to_dict()
-    _set_plain(config, said)
     _set_windows(config, said)
-    _set_positions(config, said, factors)
+    if not config.model_type.startswith(HAS_TWO_SIZES):
+        _set_plain(config, said)
+        _set_positions(config, said, factors)
     after = config.to_dict()
     if changed := {key: value for key, value in after.items() if before.get(key) != value}:
         logger.info("%s says of the model what transformers does not read: %s", path.name, changed)
@@ -74,6 +77,10 @@ def gguf_config(path: Path) -> PreTrainedConfig:
 
 def _set_plain(config: PreTrainedConfig, said: dict[str, Any]) -> None:
     for key, attribute in AS_THEY_ARE.items():
+        if attribute == "head_dim" and hasattr(
+            config, "global_head_dim"
+        ):  # Gemma 4 has two, and transformers reads both
+            continue
         if key not in said or math.isclose(said[key], getattr(config, attribute, None) or 0, rel_tol=1e-6):
             continue
         if hasattr(config, attribute):
