@@ -3,8 +3,6 @@
 import logging
 from pathlib import Path
 
-from transformers import PreTrainedConfig
-
 from kvfold.cache.calibration import Calibration
 from kvfold.formats import get_formats
 from kvfold.integrations.models import load_config
@@ -21,11 +19,11 @@ SHARE = 0.5
 
 def check_early(path: Path | None, options: Options, words: Words) -> None:
     """Raise what an engine of this model would raise after minutes; `path` is None if the model is not here yet."""
-    config = None if path is None else _config_of(path)
+    layers = None if path is None else _layers_of(path)
     if options.calibration is not None:
         calibration = Calibration.load(options.calibration)
-        if config is not None:
-            Calibration.of(calibration, None, config.num_hidden_layers)
+        if layers is not None:
+            Calibration.of(calibration, None, layers)
     else:
         for option in ("--max-num-batched-tokens", "--max-model-len"):
             tokens = words.number(option)
@@ -70,9 +68,9 @@ def _fits(options: Options) -> bool:
     return bool(pair.awaits_fit or pair.needs_calibration)
 
 
-def _config_of(path: Path) -> PreTrainedConfig | None:
-    """A folder's config; None if vLLM reads it and transformers does not."""
+def _layers_of(path: Path) -> int | None:
+    """How many layers a folder's model has; None if vLLM reads its config and transformers does not."""
     try:
-        return load_config(path).get_text_config(decoder=True)
+        return int(load_config(path).get_text_config(decoder=True).num_hidden_layers)
     except (ValueError, OSError):
         return None
