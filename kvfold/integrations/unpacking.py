@@ -53,6 +53,11 @@ def unpacked_folder(gguf: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
+def unpacked_folders(gguf: Path) -> list[Path]:
+    """Folders that were made of files of this name."""
+    return [*kept_models().glob(f"{gguf.stem}-*")]
+
+
 def convert_gguf(
     gguf: Path, folder: Path, dtype: torch.dtype = UNPACKED, check: Callable[[Path], None] = lambda made: None
 ) -> None:

@@ -53,7 +53,8 @@ from kvfold.integrations.text import text_sha256
 
 sys.path.append(str(Path(__file__).parents[2]))  # models.py, packages.py
 import models
-from packages import kept
+
+from kvfold.integrations.unpacking import kept_models
 
 Row = dict[str, Any]
 
@@ -156,7 +157,9 @@ def environment(name: str, each: Package) -> Path:
 
     It sees what the running Python's environment has (torch, transformers, kvfold), and its own package before that.
     """
-    folder = kept() / "rivals" / f"{each.requirement.replace('==', '-')}-py{sys.version_info[0]}{sys.version_info[1]}"
+    folder = (
+        kept_models() / "rivals" / f"{each.requirement.replace('==', '-')}-py{sys.version_info[0]}{sys.version_info[1]}"
+    )
     python = folder / "bin" / "python"
     # One environment for each host, since it leans on the host's packages.
     host = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]

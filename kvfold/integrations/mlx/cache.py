@@ -64,7 +64,7 @@ def make_prompt_cache(
         raise ValueError("policy: sliding = True, but windows fold in torch only: leave it out, and they stay dense")
     layers = theirs.make_prompt_cache(model)
     measured = Calibration.of(calibration, None, len(model.layers))
-    if measured is not None:
+    if measured is not None and measured.sketch:
         check_same(measured.sketch, sketch(tree_flatten(model.parameters()), _part))
     growing = [index for index, layer in enumerate(layers) if type(layer) is theirs.KVCache]
     attach(model)

@@ -68,7 +68,7 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
         if not words.given("--max-num-seqs"):
             arguments += ["--max-num-seqs", str(SEQUENCES)]
         if MEMORY_IN_GIB not in os.environ and not any(map(words.given, (MEMORY, "--gpu-memory-utilization"))):
-            arguments += [MEMORY, str(memory_for_cache(path, words.workers()))]
+            arguments += [MEMORY, str(memory_for_cache(path, words))]
     if config:
         arguments += [CONFIG_OPTION, json.dumps(config)]
     return arguments + words.rest

@@ -40,15 +40,16 @@ def check_early(path: Path | None, options: Options, words: Words) -> None:
         )
 
 
-def memory_for_cache(path: Path | None, workers: int) -> int:
+def memory_for_cache(path: Path | None, words: Words) -> int:
     """Bytes for each worker's cache: a share of what is free beside the weights.
 
     vLLM's own default is .92 of the machine's memory, whatever else uses it. Raises ValueError if too little is left.
     """
     import psutil
 
-    free = psutil.virtual_memory().available
-    weights = 0 if path is None else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    free, workers = psutil.virtual_memory().available, words.workers()
+    files = [] if path is None else path.glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files) * (words.number("--data-parallel-size") or 1)
     size = int(SHARE * (free - weights) / workers)
     if size < LEAST:
         raise ValueError(
