@@ -42,8 +42,9 @@ class PagedAttention:
         Queries are those of the new tokens of all sequences, (tokens, heads, key_dim), in the tails' dtype like keys
         and values, (tokens, kv_heads, dim). Returns float32, (tokens, heads, value_dim).
 
-        Raises ValueError on another shape or dtype. Unless the backend is "triton", also if a page that becomes full
-        holds a NaN or an infinity; with "cpu", also if a query does. Otherwise attention over it gives NaN.
+        Raises ValueError on another shape or dtype. A NaN, an infinity, or a scale beyond float16 in a sequence's keys
+        or values makes its outputs NaN, in this step and later ones (`PagedLayer.broken`); in a query, those of the
+        step. Other sequences are untouched.
         """
         layer = self.layer
         kv_heads, dim = layer.pool.kv_heads, layer.formats.values.head_dim

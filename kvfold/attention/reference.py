@@ -15,6 +15,7 @@ from kvfold.cache.pool.plan import EngineStep
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats.page import PageForm, Pages, add_first
+from kvfold.quant.finite import finite
 
 PAGE_BLOCK = 16
 """Pages that are unpacked at a time."""
@@ -94,14 +95,18 @@ def attend_pool(
     Pages that the step completes are folded first. What it leaves of unfinished pages is kept last. What comes and what
     returns has the shapes that `kvfold.attention.pool.PagedAttention` says.
     """
-    layer.fold(step, key, value)
+    sound = layer.fold(step, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
     size, kv_heads = layer.formats.keys.page_size, layer.pool.kv_heads
     keys_form, values_form = layer.formats.keys.form, layer.formats.values.form
     logits = None if sink_logits is None else _to_groups(sink_logits.to(dtype).view(1, -1, 1, 1), kv_heads)
-    out = query.new_empty(*query.shape[:2], layer.formats.values.head_dim, dtype=dtype)
-    for (first, count, length, tail, _), table in zip(step.rows.tolist(), step.block_table.tolist(), strict=True):
+    out = query.new_full((*query.shape[:2], layer.formats.values.head_dim), torch.nan, dtype=dtype)
+    rows = zip(sound.rows.tolist(), sound.block_table.tolist(), strict=True)
+    for row, ((first, count, length, tail, *_), table) in enumerate(rows):
         new, held = slice(first, first + count), (length - count) % size
+        if not (finite(key[new]) and finite(value[new])):
+            layer.give_up(sound, [row])
+            continue
         dense = []
         for tails, x in ((layer.tail_keys, key), (layer.tail_values, value)):
             parts = [x[new].transpose(0, 1)] if tail < 0 else [tails[tail, :, :held], x[new].transpose(0, 1)]
@@ -125,7 +130,7 @@ def attend_pool(
             reader.state.rotated += page_outputs(reader.state.weights(scores), values, values_form)
         reader.read_dense(q, DenseSpan.of(dense[0], dense[1], length - count - held), folded_later=True)
         out[new] = reader.state.result(values_form, logits)[0].flatten(0, 1).transpose(0, 1)
-    layer.keep_tails(torch.from_numpy(step.left(size)), key, value)
+    layer.keep_tails(torch.from_numpy(sound.left(size)), key, value)
     return out
 
 

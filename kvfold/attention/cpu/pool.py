@@ -37,17 +37,16 @@ def attend_pool(
     instruction_set
         One of `INSTRUCTION_SETS`.
     """
-    layer.fold(step, key, value)
+    sound = layer.fold(step, key, value)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out = torch.empty(step.tokens, query.shape[1], layer.formats.values.head_dim)
+    if sound is not step:
+        out.fill_(torch.nan)
     kernel = _known_layer(layer, query.shape[1], scaling, softcap, sink_logits, instruction_set)
-    whole = _known_step(step, layer).attend(
+    broken = _known_step(sound, layer).attend(
         kernel, *_rows(query), *_rows(key), *_rows(value), out.data_ptr(), torch.get_num_threads()
     )
-    if not whole:
-        raise ValueError(
-            "query holds a NaN or an infinity, or grows to one when scaled: attention over it means nothing"
-        )
+    layer.give_up(sound, broken)
     return out
 
 

@@ -1,12 +1,13 @@
 """One layer's keys and values in an engine."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from kvfold.cache.pool.layout import PagePool
 from kvfold.cache.pool.plan import EngineStep
 from kvfold.formats import FormatPair
-from kvfold.formats.base import require_finite
 from kvfold.kernels.places import Places
 from kvfold.quant.finite import finite
 
@@ -14,7 +15,10 @@ from kvfold.quant.finite import finite
 class PagedLayer:
     """One layer's keys and values in an engine: its pool, its tails in the model's dtype, its formats.
 
-    Formats are fitted, if they must be. There are as many `slots` as the engine runs sequences at a time.
+    Formats are fitted, if they must be. `slots` is the number of tails (`kvfold.cache.pool.plan.slots_for`).
+
+    `broken` names the pages that cannot be held: a NaN or an infinity is in them, or a scale leaves float16's range.
+    What a sequence computes behind such a page means nothing, so attention gives NaN there. Others are not touched.
     """
 
     def __init__(self, formats: FormatPair, pool: PagePool, slots: int, dtype: torch.dtype) -> None:
@@ -28,23 +32,52 @@ class PagedLayer:
         device = pool.pages.device
         self.tail_keys = torch.zeros(*shape, formats.keys.head_dim, dtype=dtype, device=device)
         self.tail_values = torch.zeros(*shape, formats.values.head_dim, dtype=dtype, device=device)
+        self.broken: set[int] = set()
 
-    def fold(self, step: EngineStep, key: Tensor, value: Tensor) -> None:
+    def fold(self, step: EngineStep, key: Tensor, value: Tensor) -> EngineStep:
         """Fold the pages that a step completes by new tokens, (tokens, kv_heads, dim), before attention reads.
 
-        Raises ValueError if a page holds a NaN or an infinity, or a scale leaves float16's range.
+        Returns the part of the step that is of sequences without broken pages.
         """
+        if self.broken:
+            self.broken.difference_update(*(self._pages(step, i)[1] for i in range(len(step.rows))))
+            step = self._unbroken(step)
+        if self._write(step, key, value):
+            return step
+        size = self.pool.layout.page_size
+        self.give_up(step, [i for i in range(len(step.rows)) if not self._write(step.only([i], size), key, value)])
+        return self._unbroken(step)
+
+    def give_up(self, step: EngineStep, rows: Iterable[int]) -> None:
+        """Mark the pages that hold new tokens of some sequences of a step as broken."""
+        for row in rows:
+            joined, begun = self._pages(step, row)
+            self.broken |= joined | begun
+
+    def _unbroken(self, step: EngineStep) -> EngineStep:
+        """The part of a step that is of sequences without broken pages."""
+        size, per = self.pool.layout.page_size, self.pool.pages_a_block
+        rows = [i for i in range(len(step.rows)) if self.broken.isdisjoint(step.pages(i, per, size)[0])]
+        return step.only(rows, size)
+
+    def _pages(self, step: EngineStep, row: int) -> tuple[set[int], set[int]]:
+        """The page that a sequence's new tokens join, if they join one, and the pages that they begin."""
+        size = self.pool.layout.page_size
+        pages, complete = step.pages(row, self.pool.pages_a_block, size)
+        begun = complete + (step.rows[row][3] >= 0)
+        return set(pages[complete:begun]), set(pages[begun:])
+
+    def _write(self, step: EngineStep, key: Tensor, value: Tensor) -> bool:
+        """Fold the pages that a step completes into the pool; False, with nothing written, if they cannot be held."""
         if not step.foldings:
-            return
+            return True
         folded = []
         for fmt, x in zip((self.formats.keys, self.formats.values), self._full(step, key, value), strict=True):
-            if not finite(x):
-                raise ValueError(
-                    "a key or value is NaN or infinite: the model's own computation broke before the cache"
-                )
             folded.append(fmt.fold_from(x))
-            require_finite(folded[-1])
+            if not (finite(x) and all(finite(own) for _, own in folded[-1].tensors() if own.is_floating_point())):
+                return False
         self.pool.write(step.folded, (folded[0], folded[1]))
+        return True
 
     def fold_in_place(self, step: EngineStep, units: Tensor, key: Tensor, value: Tensor) -> None:
         """`fold` by GPU kernels, straight into the pool, at `units`: `PagePool.units_of` the pages that become full.
@@ -71,7 +104,7 @@ class PagedLayer:
         return sides[0], sides[1]
 
     def keep_tails(self, left: Tensor, key: Tensor, value: Tensor) -> None:
-        """Copy new tokens of unfinished pages (`EngineStep.left`) into their slots, after attention has read."""
+        """Copy new tokens that stay dense (`EngineStep.left`) into their slots, after attention has read."""
         slot, at, token = left
         self.tail_keys[slot, :, at] = key[token]
         self.tail_values[slot, :, at] = value[token]

@@ -106,7 +106,7 @@ struct Attention {
 };
 
 // The same body compiled for each instruction set; attend_impl.h.
-// attend: false, and no output, if a query is not finite. in_integers: whether `attend` multiplies a side's codes as integers.
+// attend: false if some queries are not finite; their outputs are NaN. in_integers: whether `attend` multiplies a side's codes as integers.
 namespace serial {
 bool attend(const Attention& job);
 bool in_integers(const Side& side);

@@ -1,7 +1,10 @@
 // The body of attention, compiled once for each instruction set: attend_serial.cpp and its siblings include it with
 // KVFOLD_ISA set to their namespace.
+#include <algorithm>
 #include <atomic>
+#include <limits>
 #include <optional>
+#include <vector>
 
 #include "dense.h"
 #include "integer_keys.h"
@@ -264,7 +267,7 @@ class Worker {
   float maximum_[kRowBlock] = {};      // of each row's scores so far, or 0 if it has read none
 };
 
-// Scales and rotates the queries of a unit's rows; returns whether all numbers are finite then.
+// Scales and rotates the queries of a unit's rows; returns whether all numbers are finite then. If not, all are 0.
 bool prepare_queries(const Attention& job, const Unit& unit, Rotator& rotator, float* queries, float* rotated_queries) {
   const std::size_t coded = job.keys.shape.head_dim, key_width = coded + job.keys.plain_dim, n = unit.sequence->queries;
   bool finite = true;
@@ -282,6 +285,10 @@ bool prepare_queries(const Attention& job, const Unit& unit, Rotator& rotator, f
     for (c = 0; c < key_width; c += kLanes)
       nothing += load_some(Dtype::float32, rotated, c, std::min(kLanes, key_width - c)) * 0.0f;
     finite = finite && sum(nothing) == 0.0f;
+  }
+  if (!finite) {
+    std::fill_n(queries + unit.first_row * job.key_dim, unit.count * job.key_dim, 0.0f);
+    std::fill_n(rotated_queries + unit.first_row * key_width, unit.count * key_width, 0.0f);
   }
   return finite;
 }
@@ -303,12 +310,12 @@ void read_pieces(const Attention& job, Plan& plan, std::atomic<std::size_t>& nex
   }
 }
 
-// Writes the outputs of a unit's rows: the sums of their pieces, merged and rotated back.
-void write_outputs(const Attention& job, Plan& plan, const Unit& unit, Rotator& rotator, Merged& merged, Buffer& out) {
+// Writes the outputs of a unit's rows: the sums of their pieces, merged and rotated back; NaN if queries are not finite.
+void write_outputs(const Attention& job, Plan& plan, const Unit& unit, bool finite, Rotator& rotator, Merged& merged, Buffer& out) {
   for (std::size_t r = 0; r < unit.count; ++r) {
     const std::size_t row = unit.first + r, n = unit.sequence->queries, head = unit.head * job.repeat + row / n;
-    std::fill_n(out.data(), out.size(), 0.0f);
-    if (merged.merge(r, unit.pieces, [&](std::size_t piece) { return plan.state(unit, piece); })) {
+    std::fill_n(out.data(), out.size(), finite ? 0.0f : std::numeric_limits<float>::quiet_NaN());
+    if (finite && merged.merge(r, unit.pieces, [&](std::size_t piece) { return plan.state(unit, piece); })) {
       const float total = merged.total + (job.sink_logits ? std::exp(job.sink_logits[head] - merged.maximum) : 0.0f);
       rotator.invert(merged.rotated.data(), out.data(), unit.sequence->row, unit.head);
       for (std::size_t c = 0; c < job.value_dim; c += kLanes)
@@ -332,26 +339,25 @@ bool attend(const Attention& job) {
   const std::size_t threads = plan.threads(job.threads);
   const std::size_t key_width = job.keys.shape.head_dim + job.keys.plain_dim;
   Buffer queries = Buffer::unset(plan.rows * job.key_dim), rotated_queries = Buffer::unset(plan.rows * key_width);
-  bool finite = true;
+  std::vector<char> whole(plan.unit_count);  // of each unit's queries
   std::atomic<std::size_t> next_piece{0};
 
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     Rotator key_rotator(job.key_rotation);
-#pragma omp for schedule(static) reduction(&& : finite)
-    for (std::size_t i = 0; i < plan.unit_count; ++i)
-      finite = prepare_queries(job, plan.unit(i), key_rotator, queries.data(), rotated_queries.data()) && finite;
-    if (finite) {
-      read_pieces(job, plan, next_piece, threads, queries.data(), rotated_queries.data());
-#pragma omp barrier
-      Rotator value_rotator(job.value_rotation);
-      Merged merged(padded(job.values.shape.head_dim), padded(job.value_dim));
-      Buffer out(padded(job.value_dim));
 #pragma omp for schedule(static)
-      for (std::size_t i = 0; i < plan.unit_count; ++i) write_outputs(job, plan, plan.unit(i), value_rotator, merged, out);
-    }
+    for (std::size_t i = 0; i < plan.unit_count; ++i)
+      whole[i] = prepare_queries(job, plan.unit(i), key_rotator, queries.data(), rotated_queries.data());
+    read_pieces(job, plan, next_piece, threads, queries.data(), rotated_queries.data());
+#pragma omp barrier
+    Rotator value_rotator(job.value_rotation);
+    Merged merged(padded(job.values.shape.head_dim), padded(job.value_dim));
+    Buffer out(padded(job.value_dim));
+#pragma omp for schedule(static)
+    for (std::size_t i = 0; i < plan.unit_count; ++i)
+      write_outputs(job, plan, plan.unit(i), whole[i], value_rotator, merged, out);
   }
-  return finite;
+  return std::all_of(whole.begin(), whole.end(), [](char each) { return each; });
 }
 
 }  // namespace kvfold::KVFOLD_ISA

@@ -197,23 +197,25 @@ struct PagedLayer : kvfold::PagedLayer {
 };
 
 kvfold::PagedStep paged_step(ConstInts rows, ConstInts page_at, std::size_t page_size) {
-  require(rows.ndim() == 2 && rows.shape(1) == 5, "rows must have the shape (sequences, 5)");
+  require(rows.ndim() == 2 && rows.shape(1) == 7, "rows must have the shape (sequences, 7)");
   require(page_at.ndim() == 2 && page_at.shape(0) == rows.shape(0), "page_at must have the shape (sequences, pages)");
   std::vector<kvfold::PagedRow> own;
   for (std::size_t i = 0; i < rows.shape(0); ++i) {
-    const std::int64_t* row = rows.data() + 5 * i;
-    own.push_back({row[0], row[1], row[2], row[3], row[4]});
+    const std::int64_t* row = rows.data() + 7 * i;
+    own.push_back({row[0], row[1], row[2], row[3], row[4], {row[5], row[6]}});
     require(row[0] >= 0 && row[1] >= 1 && row[2] >= row[1], "a row has at least one new token");
     const auto size = static_cast<std::int64_t>(page_size);
     require((row[2] - 1) / size <= static_cast<std::int64_t>(page_at.shape(1)), "page_at must name every page that is read");
     require(row[3] >= 0 || (row[2] - row[1]) % size == 0, "a row that goes on in an unfinished page needs its slot");
+    for (std::int64_t page = row[4]; page * size < row[2]; ++page)
+      require(page - row[4] < 2 && row[5 + page - row[4]] >= 0, "tokens that stay dense need slots, in two pages at most");
   }
   return kvfold::PagedStep(std::move(own), std::vector<std::int64_t>(page_at.data(), page_at.data() + page_at.size()),
                            page_at.shape(1), page_size);
 }
 
 // Addresses and strides, in elements, of (tokens, heads, dim).
-bool paged_attend(const kvfold::PagedStep& step, const PagedLayer& layer, std::uintptr_t query, std::size_t query_token,
+std::vector<std::size_t> paged_attend(const kvfold::PagedStep& step, const PagedLayer& layer, std::uintptr_t query, std::size_t query_token,
                   std::size_t query_head, std::uintptr_t key, std::size_t key_token, std::size_t key_head,
                   std::uintptr_t value, std::size_t value_token, std::size_t value_head, std::uintptr_t out, int threads) {
   nb::gil_scoped_release release;

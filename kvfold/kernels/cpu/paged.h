@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -30,11 +31,12 @@ struct TokenRows {
 
 // One sequence's part of a step.
 struct PagedRow {
-  std::int64_t first;      // place of its first new token in the batch
-  std::int64_t count;      // new tokens
-  std::int64_t length;     // all its tokens
-  std::int64_t tail;       // slot of the older tokens in the page that the first new token joins; -1 if there are none
-  std::int64_t next_tail;  // slot for the tokens of the unfinished last page; -1 if there are none
+  std::int64_t first;     // place of its first new token in the batch
+  std::int64_t count;     // new tokens
+  std::int64_t length;    // all its tokens
+  std::int64_t tail;      // slot of the older tokens in the page that the first new token joins; -1 if there are none
+  std::int64_t kept;      // page from which on new tokens are kept dense
+  std::int64_t slots[2];  // of that page and the next; -1 if no token is in them
 };
 
 // A step, the same for all layers that share pages and tails.
@@ -48,14 +50,15 @@ class PagedStep {
         starts_.push_back(t / size_ * size_), stops_.push_back(t + 1);
   }
 
-  // Attention by `kernel` into `out`, (tokens, heads, value_dim). Returns false, without output, if a query is not finite. New
-  // tokens of unfinished pages go to their slots.
+  // Attention by `kernel` into `out`, (tokens, heads, value_dim). New tokens that stay dense go to their slots. Where a row's keys
+  // or values are not finite, its outputs are NaN; returns the numbers of these rows. Queries that are not finite make NaN, too.
   template <typename Kernel>
-  bool attend(const PagedLayer& layer, Kernel kernel, const TokenRows& query, const TokenRows& key, const TokenRows& value,
+  std::vector<std::size_t> attend(const PagedLayer& layer, Kernel kernel, const TokenRows& query, const TokenRows& key, const TokenRows& value,
               float* out, int threads) const {
     const std::size_t item = bytes_of(layer.dtype), size = static_cast<std::size_t>(size_);
     const std::size_t key_slot = layer.kv_heads * size * layer.key_dim, value_slot = layer.kv_heads * size * layer.value_dim;
     std::vector<Sequence> sequences;
+    std::vector<std::size_t> broken;
     std::vector<Span> spans(2 * rows_.size());
     std::size_t done = 0;
     for (std::size_t i = 0; i < rows_.size(); ++i) {
@@ -63,10 +66,17 @@ class PagedStep {
       const auto first = static_cast<std::size_t>(row.first), tail = static_cast<std::size_t>(std::max<std::int64_t>(row.tail, 0));
       const std::int64_t before = row.length - row.count;
       const std::int64_t *start = &starts_[done], *stop = &stops_[done];
+      const std::size_t wide = layer.kv_heads * layer.repeat * layer.value_dim;
+      if (!finite(key, row, layer.kv_heads, layer.key_dim, layer.dtype) || !finite(value, row, layer.kv_heads, layer.value_dim, layer.dtype)) {
+        broken.push_back(i);
+        std::fill_n(out + first * wide, static_cast<std::size_t>(row.count) * wide, std::numeric_limits<float>::quiet_NaN());
+        done += static_cast<std::size_t>(row.count);
+        continue;
+      }
       Sequence sequence;
       sequence.queries = static_cast<std::size_t>(row.count);
       sequence.query = query.at + first * query.token * item;
-      sequence.out = out + first * layer.kv_heads * layer.repeat * layer.value_dim;
+      sequence.out = out + first * wide;
       sequence.pages = static_cast<std::size_t>((row.length - 1) / size_);
       sequence.page_at = page_at_.data() + i * width_, sequence.folded_stop = start;
       Span* own = &spans[2 * i];
@@ -87,21 +97,43 @@ class PagedStep {
     job.keys = layer.keys, job.values = layer.values;
     job.key_rotation = layer.key_rotation, job.value_rotation = layer.value_rotation;
     job.scaling = layer.scaling, job.softcap = layer.softcap, job.sink_logits = layer.sink_logits, job.threads = threads;
-    if (!kernel(job)) return false;
+    if (job.count) kernel(job);
     keep(key, layer.tail_keys, layer.kv_heads, layer.key_dim * item, item);
     keep(value, layer.tail_values, layer.kv_heads, layer.value_dim * item, item);
-    return true;
+    return broken;
   }
 
  private:
-  // Copies new tokens of unfinished pages into their slots.
+  // Whether a row's new keys or values are finite.
+  static bool finite(const TokenRows& from, const PagedRow& row, std::size_t heads, std::size_t dim, Dtype dtype) {
+    for (std::int64_t t = 0; t < row.count; ++t)
+      for (std::size_t head = 0; head < heads; ++head) {
+        const std::size_t at = static_cast<std::size_t>(row.first + t) * from.token + head * from.head;
+        const char* numbers = from.at + at * bytes_of(dtype);
+        if (dtype == Dtype::float32 ? !no_full_exponent<std::uint32_t>(numbers, dim, 0x7f800000u)
+                                    : !no_full_exponent<std::uint16_t>(numbers, dim, dtype == Dtype::float16 ? 0x7c00u : 0x7f80u))
+          return false;
+      }
+    return true;
+  }
+
+  // Whether no number has all bits of its exponent, as an infinity and a NaN do.
+  template <typename Bits>
+  static bool no_full_exponent(const char* numbers, std::size_t count, Bits exponent) {
+    const auto* bits = reinterpret_cast<const Bits*>(numbers);
+    bool found = false;
+    for (std::size_t i = 0; i < count; ++i) found |= (bits[i] & exponent) == exponent;
+    return !found;
+  }
+
+  // Copies new tokens that stay dense into their slots.
   void keep(const TokenRows& from, char* tails, std::size_t heads, std::size_t bytes, std::size_t item) const {
     for (const PagedRow& row : rows_) {
-      if (row.next_tail < 0) continue;
       const std::int64_t before = row.length - row.count;
-      for (std::int64_t t = std::max(row.length / size_ * size_, before); t < row.length; ++t)
+      for (std::int64_t t = std::max(row.kept * size_, before); t < row.length; ++t)
         for (std::size_t head = 0; head < heads; ++head) {
-          const auto token = static_cast<std::size_t>(row.first + t - before), slot = static_cast<std::size_t>(row.next_tail);
+          const auto token = static_cast<std::size_t>(row.first + t - before);
+          const auto slot = static_cast<std::size_t>(row.slots[t / size_ - row.kept]);
           char* to = tails + ((slot * heads + head) * static_cast<std::size_t>(size_) + static_cast<std::size_t>(t % size_)) * bytes;
           std::memcpy(to, from.at + (token * from.token + head * from.head) * item, bytes);
         }
