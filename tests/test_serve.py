@@ -57,6 +57,26 @@ def test_the_cache_gets_memory_that_is_there(
         serve_arguments(str(tmp_path), Options(), given)
 
 
+@pytest.mark.parametrize(
+    ("given", "sequences"),
+    [
+        (
+            ["--kv-cache-memory-bytes", "256M"],
+            22,
+        ),  # of 256 MiB an eighth, 30 layers x 3 heads x 2 x 64 x 64 numbers each
+        (["--kv-cache-memory-bytes", "256M", "--dtype", "float32"], 11),
+        (["--kv-cache-memory-bytes", "256M", "-tp", "3"], 68),
+        (["--kv-cache-memory-bytes", "256M", "--speculative-config", "{}"], 11),
+        (["--kv-cache-memory-bytes", "16M"], 4),
+        (["--kv-cache-memory-bytes", "64G"], 256),
+        (["--gpu-memory-utilization", "0.5"], 256),
+    ],
+)
+def test_sequences_follow_memory(given: list[str], sequences: int, own_cache: Path) -> None:
+    arguments = serve_arguments("smollm2", Options(), given)
+    assert arguments[arguments.index("--max-num-seqs") + 1] == str(sequences)
+
+
 def test_what_an_engine_would_find_after_minutes_is_found_before(tmp_path: Path, small_folder: Path) -> None:
     model = str(small_folder)
     with pytest.raises(FileNotFoundError, match=r"none.safetensors.*kvfold calibrate makes one"):

@@ -1,5 +1,6 @@
-"""How much fits, sliding windows, compiled models, and what is found wrong only when an engine starts."""
+"""How much fits, sliding windows, compiled models, adapters, and what is found wrong only when an engine starts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 from engines import alone, ask, differences, engine
 from rounding import tie_of
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 import kvfold
 
@@ -104,3 +108,41 @@ def test_a_calibration_must_be_there_and_of_this_model(tiny_llama: Path, calibra
         engine(tiny_llama, "kvfold-4", tmp_path / "none.safetensors", in_process=True),
     ):
         pass
+
+
+def test_adapters_answer_as_models_that_they_are_merged_into(
+    tiny_llama: Path, tiny_ids: list[int], tmp_path: Path
+) -> None:
+    """LoRA is vLLM's; pages of one adapter are not offered to another."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    adapter, (rank, scale) = {}, (8, 2.0)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "v_proj" in name:
+            shapes = (rank, weight.shape[1]), (len(weight), rank)
+            a, b = (0.05 * torch.randn(shape, generator=generator) for shape in shapes)
+            weight += scale * b @ a
+            base = f"base_model.model.{name.removesuffix('.weight')}"
+            adapter |= {f"{base}.lora_A.weight": a, f"{base}.lora_B.weight": b}
+    model.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "merged")
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+
+    prompts = [tiny_ids[300 * i : 300 * i + 200] for i in range(3)]
+    with engine(tiny_llama, "turboquant-4", in_process=True, enable_lora=True, max_lora_rank=rank) as llm:
+        base = ask(llm, prompts)
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        settings = SamplingParams(temperature=0, max_tokens=40, detokenize=False)
+        request = LoRARequest("own", 1, str(tmp_path / "adapter"))
+        outputs = llm.generate(given, settings, lora_request=request, use_tqdm=False)
+        adapted = [list(output.outputs[0].token_ids) for output in outputs]
+        assert not any(output.num_cached_tokens for output in outputs)
+    with engine(tmp_path / "merged", "turboquant-4", in_process=True) as llm:
+        merged = ask(llm, prompts)
+    assert all(one.tokens != other for one, other in zip(base, adapted, strict=True))
+    for answer, tokens in zip(merged, adapted, strict=True):
+        at = next((i for i, (one, other) in enumerate(zip(answer.tokens, tokens, strict=True)) if one != other), None)
+        assert at is None or answer.gaps[at] < 0.1

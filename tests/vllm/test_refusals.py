@@ -8,6 +8,7 @@ import pytest
 import transformers
 from vllm.engine.arg_utils import EngineArgs
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
@@ -20,10 +21,9 @@ def _config(model: Path, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-            "speculative decoding takes tokens back .* leave --speculative-config out",
-        ),
+        ({"speculative_config": NGRAM | {"num_speculative_tokens": 65}}, "= 65: give at most 64, the tokens of a page"),
+        ({"scheduler_cls": "own.Scheduler"}, "scheduler_cls = 'own.Scheduler' would let one broken request end all"),
+        ({"kv_offloading_size": 1.0}, "behind --kv-offloading-size do not run on CPUs: leave it out"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype = 'fp8' asks for another form of the cache"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype = 'bfloat16' asks for another form of the cache"),
         ({"kv_cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype = 'turboquant_4bit_nc' asks for another form"),
@@ -40,6 +40,22 @@ def _config(model: Path, **options: Any) -> Any:
 def test_engine_settings_under_which_pages_would_be_wrong_are_refused(tiny_llama, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         _config(tiny_llama, **options)
+
+
+def test_drafts_with_layers_of_their_own_are_refused(tiny_llama: Path) -> None:
+    own = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="drafts by 'draft_model' have layers of their own: only ngram is folded"):
+        _config(tiny_llama, speculative_config=own)
+
+
+@pytest.mark.parametrize(("speculative_config", "most"), [(None, 128), (NGRAM, 64)])
+def test_as_many_sequences_run_as_have_room(tiny_llama: Path, speculative_config, most: int) -> None:
+    """An unfinished page has 64 tokens, in each of 4 layers 2 heads of 2 x 128 float32 numbers: 512 KiB a sequence."""
+    memory = {"kv_cache_memory_bytes": 128 << 20, "speculative_config": speculative_config}
+    assert _config(tiny_llama, **memory, max_num_seqs=256).scheduler_config.max_num_seqs == most
+    assert _config(tiny_llama, **memory, max_num_seqs=10).scheduler_config.max_num_seqs == 10
+    with pytest.raises(ValueError, match=r"one sequence's unfinished page takes .* bytes.*give at least"):
+        _config(tiny_llama, **memory | {"kv_cache_memory_bytes": 1 << 19})
 
 
 @pytest.mark.parametrize(
@@ -81,6 +97,7 @@ def test_what_is_asked_for_stays(tiny_llama) -> None:
     config = _config(tiny_llama, block_size=128)
     assert config.cache_config.block_size == 128
     assert config.parallel_config.worker_cls == "kvfold.integrations.vllm.worker.FoldedWorker"
+    assert config.scheduler_config.scheduler_cls == "kvfold.integrations.vllm.scheduler.FoldedScheduler"
     assert _config(tiny_llama, dtype="bfloat16", kv_cache_dtype="bfloat16").cache_config.block_size == 64
     assert _config(tiny_llama, additional_config={"kvfold": {"format": "kvfold-4@128"}}).cache_config.block_size == 128
 
@@ -120,6 +137,7 @@ def test_without_options_nothing_changes(tiny_llama) -> None:
     )  # fmt: skip
     for stock in (config, turboquant):
         assert (stock.parallel_config.worker_cls, stock.cache_config.block_size) == (STOCK_WORKER, 128)
+        assert stock.scheduler_config.scheduler_cls is None
         with set_current_vllm_config(stock):
             assert "cpu_attn" in current_platform.get_attn_backend_cls(None, layer)
     with set_current_vllm_config(_config(tiny_llama)):

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,17 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.load(response)
 
-    def metric(self, name: str) -> float:
-        """A number of /metrics, over all labels."""
+    def metrics(self, name: str) -> dict[str, float]:
+        """The numbers of /metrics that have this name, by their engine."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", response.read().decode(), re.MULTILINE)
+            text = response.read().decode()
+        found = re.findall(rf'^{name}{{.*engine="(\d+)".*}} (\S+)$', text, re.MULTILINE)
         assert found, f"/metrics has no {name}"
-        return sum(map(float, found))
+        return {engine: float(number) for engine, number in found}
+
+    def metric(self, name: str) -> float:
+        """A number of /metrics, of all engines."""
+        return sum(self.metrics(name).values())
 
 
 def _wait(until: Any, seconds: float, server: Server | None = None) -> None:
@@ -67,16 +73,12 @@ def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [(own := psutil.Process(process.pid)), *own.children(recursive=True)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def _serving(log: Path, *arguments: object) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        Path(sys.executable).with_name("kvfold"), "serve", "smollm2", "--port", port, "--api-key", KEY,
-        "--max-model-len", LONGEST, "--kv-cache-memory-bytes", "256M", "--enforce-eager",
-    ]  # fmt: skip
+    command = [Path(sys.executable).with_name("kvfold"), "serve", *arguments, "--port", port, "--api-key", KEY]
     with log.open("wb") as out:
         process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=subprocess.STDOUT)
     own = Server(process, port, log)
@@ -100,6 +102,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             for left in family:  # vLLM's engine outlives a server that is killed while it works
                 if left.is_running():
                     left.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ["--max-model-len", LONGEST, "--kv-cache-memory-bytes", "256M", "--enforce-eager"]
+    with _serving(log, "smollm2", *options) as own:
+        yield own
 
 
 def test_chat_answers(server: Server) -> None:
@@ -190,3 +200,24 @@ def test_when_its_worker_dies_the_server_ends_and_says_so(server: Server) -> Non
     print(f"\nafter {time.monotonic() - start:.1f} s: {error.value!r}")
     server.process.wait(30)
     assert not psutil.wait_procs(family[1:], 30)[1]
+
+
+def test_metrics_of_several_engines_behind_several_servers(tiny_llama: Path, tmp_path: Path) -> None:
+    """Whichever server is asked, and by whichever engine a request was served."""
+    options = ["--data-parallel-size", 2, "--api-server-count", 2, "--kv-cache-memory-bytes", "64M", "--enforce-eager"]
+    own = ["--served-model-name", "tiny", "--format", "turboquant-4", "--dtype", "bfloat16"]
+    with _serving(tmp_path / "log", tiny_llama, *own, *options) as server:
+        prompts, layers = [list(range(3, 203)), list(range(10, 150)), list(range(20, 90)), list(range(30, 100))], 4
+        for prompt in prompts:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            assert server.post("/v1/completions", body)["usage"]["prompt_tokens"] == len(prompt)
+        expected = sum(len(prompt) // 64 for prompt in prompts) * layers
+        _wait(lambda: sum(server.metrics("kvfold:folds_total").values()) == expected, 60, server)
+        for _ in range(6):
+            for name in ("capacity_tokens", "used_tokens", "bytes_per_token", "used_bytes", "folds_total"):
+                numbers = server.metrics(f"kvfold:{name}")
+                assert set(numbers) == {"0", "1"}, name
+                assert all(number == int(number) for number in numbers.values())
+            assert all(number > 1000 for number in server.metrics("kvfold:capacity_tokens").values())
+            assert sum(server.metrics("kvfold:folds_total").values()) == expected
+            assert not any(server.metrics("kvfold:used_tokens").values())

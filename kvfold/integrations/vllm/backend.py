@@ -16,9 +16,9 @@ from kvfold.attention.pool import PagedAttention
 from kvfold.cache.calibration import Observed
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import PageLayout, PagePool
-from kvfold.cache.pool.plan import EngineStep, Slots, plan
+from kvfold.cache.pool.plan import EngineStep, Slots, plan, slots_for
 from kvfold.formats import FormatPair, KeyStatistics
-from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.options import Options, drafts_of
 
 _FORMATS: dict[int, FormatPair] = {}
 """Formats of this process's layers, by head_dim: vLLM asks for a layer's spec without its config."""
@@ -78,7 +78,8 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_size = _FORMATS[kv_cache_spec.head_size].keys.page_size
         self.pages_a_block = kv_cache_spec.block_size // self.page_size
-        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs)  # of these layers' tails
+        self.drafts = drafts_of(vllm_config)
+        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs, self.drafts)  # of these layers' tails
         self.observing = False  # whether the engine measures keys: steps are whole prompts, and nothing is stored
         self.pages_folded = 0  # so far, of one layer
 
@@ -93,7 +94,7 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
             return FoldedMetadata(None, starts)
         step = plan(
             starts, given.seq_lens.tolist(), given.block_table_tensor.numpy(), self.slots, self.pages_a_block,
-            self.page_size,
+            self.page_size, self.drafts,
         )  # fmt: skip
         self.pages_folded += len(step.folded)
         return FoldedMetadata(step, starts)
@@ -132,7 +133,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         with set_default_torch_dtype(torch.float32):  # codebooks need it; a model is made under its own
             self.formats = _FORMATS[head_size] = options.formats(head_size)
             self.layout = PageLayout(self.formats)
-        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.slots = slots_for(config.scheduler_config.max_num_seqs, drafts_of(config))
         self.observed = Observed()
         self._attention: PagedAttention | None = None
 
@@ -142,7 +143,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
 
     def tail_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of this layer's tails."""
-        tokens = self.max_num_seqs * self.formats.keys.page_size
+        tokens = self.slots * self.formats.keys.page_size
         return tokens * self.num_kv_heads * 2 * self.head_size * dtype.itemsize
 
     def forward(
@@ -168,7 +169,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         if attn_metadata.step is None:
             return self._observe(query, key, value, attn_metadata.starts, output)
         if self._attention is None:
-            paged = PagedLayer(self.formats, PagePool(kv_cache, self.layout), self.max_num_seqs, key.dtype)
+            paged = PagedLayer(self.formats, PagePool(kv_cache, self.layout), self.slots, key.dtype)
             self._attention = PagedAttention(
                 paged, self.num_heads, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks
             )

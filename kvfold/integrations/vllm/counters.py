@@ -1,6 +1,6 @@
 """How many pages workers have folded, for the process that serves metrics.
 
-Each worker on the same machine writes its count into a file of its own. An environment variable, which vLLM's processes
+Each worker on the same machine keeps its count in a file of its own. An environment variable, which vLLM's processes
 inherit, names the folder. Workers on other machines have no such folder and do not count.
 """
 
@@ -8,14 +8,12 @@ import atexit
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 FOLDER = "KVFOLD_COUNTERS"
-SECONDS = 0.5
-"""The shortest time between two writes of a worker."""
+BYTES = 8
 
-_last = 0.0
+_files: dict[Path, int] = {}
 
 
 def make_folder() -> None:
@@ -26,21 +24,19 @@ def make_folder() -> None:
         atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
 
 
-def count_folds(folds: int, rank: int, at_once: bool) -> None:
-    """Write what a worker has folded, if the last time is long ago or it must be `at_once`."""
-    global _last
-    folder, now = os.environ.get(FOLDER), time.monotonic()
-    if folder is None or (now - _last < SECONDS and not at_once) or not os.path.isdir(folder):
-        return
-    _last = now
-    target = Path(folder) / f"{os.getpid()}-{rank}"
-    scratch = target.with_suffix(".new")
-    scratch.write_text(str(folds))
-    os.replace(scratch, target)
-
-
-def folds() -> int:
-    """Pages that all workers of this machine have folded."""
+def count_folds(folds: int, engine: int, rank: int) -> None:
+    """Write what a worker of an engine has folded so far."""
     folder = os.environ.get(FOLDER)
-    counts = [] if folder is None else [path for path in Path(folder).glob("*") if path.suffix != ".new"]
-    return sum(int(path.read_text() or 0) for path in counts)
+    if folder is None or not os.path.isdir(folder):
+        return
+    path = Path(folder) / f"{engine}-{os.getpid()}-{rank}"
+    if path not in _files:
+        _files[path] = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.pwrite(_files[path], folds.to_bytes(BYTES, "little"), 0)
+
+
+def folds(engine: int) -> int:
+    """Pages that all workers of an engine on this machine have folded."""
+    folder = os.environ.get(FOLDER)
+    counts = () if folder is None else Path(folder).glob(f"{engine}-*")
+    return sum(int.from_bytes(path.read_bytes(), "little") for path in counts)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvfold.cache.pool.layout import PageLayout, why_not_paged
+from kvfold.cache.pool.plan import slots_for
 from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 
 KEY = "kvfold"
@@ -53,6 +54,10 @@ class Options:
         """Bytes of the pool for a token and KV head."""
         return PageLayout(self.formats(head_dim)).slot_bytes(itemsize)
 
+    def tail_bytes(self, head_dim: int, kv_heads: int, itemsize: int, drafts: int) -> int:
+        """Bytes of the unfinished pages that one layer keeps for a sequence."""
+        return slots_for(1, drafts) * self.formats(head_dim).keys.page_size * kv_heads * 2 * head_dim * itemsize
+
     def to_config(self) -> dict[str, Any]:
         """The options as `of` reads them."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -63,3 +68,8 @@ def folding_layers(model: Any) -> int:
     """How many layers of a model fold, by vLLM's config of it: those without a sliding window or a state."""
     kinds = getattr(model.hf_text_config, "layer_types", None)
     return sum(kind in FOLDING for kind in kinds) if kinds else model.get_total_num_hidden_layers()
+
+
+def drafts_of(config: Any) -> int:
+    """How many tokens an engine may take back after a step, by vLLM's config of it."""
+    return 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens

