@@ -77,6 +77,19 @@ def test_sequences_follow_memory(given: list[str], sequences: int, own_cache: Pa
     assert arguments[arguments.index("--max-num-seqs") + 1] == str(sequences)
 
 
+def test_pages_may_be_kept(tmp_path: Path, own_cache: Path) -> None:
+    kept = Options(keep=str(tmp_path), keep_limit=10**6)
+    arguments = serve_arguments("smollm2", kept, [])
+    assert _config(arguments) == {"kvfold": {"format": "kvfold-4", "keep": str(tmp_path), "keep_limit": 10**6}}
+    assert Options.of(_config(arguments)) == kept
+    assert "--shutdown-timeout" in arguments  # or pages that wait to be written are lost
+    assert "--shutdown-timeout" not in serve_arguments("smollm2", kept, ["--shutdown-timeout=0"])[:-1]
+    assert "--shutdown-timeout" not in serve_arguments("smollm2", Options(), [])
+    for wrong in ({"keep": 3}, {"keep_limit": "20GB"}, {"keep_limit": 0}, {"keep_limit": True}):
+        with pytest.raises(ValueError, match=r"give a (string|number of bytes)"):
+            Options.of({"kvfold": wrong})
+
+
 def test_what_an_engine_would_find_after_minutes_is_found_before(tmp_path: Path, small_folder: Path) -> None:
     model = str(small_folder)
     with pytest.raises(FileNotFoundError, match=r"none.safetensors.*kvfold calibrate makes one"):
@@ -114,7 +127,7 @@ def test_dense_leaves_vllm_as_it_is() -> None:
     [
         (["--additional-config", "kvfold"], "no JSON object"),
         (["--additional-config"], "no JSON object"),
-        (["--additional-config", '{"kvfold": {"format": "kvfold-2"}}'], "give --format and --calibration in its place"),
+        (["--additional-config", '{"kvfold": {"format": "kvfold-2"}}'], "give --format, --calibration and --keep in its place"),
         (["--config", "options.yaml"], "would overwrite each other"),
         (["--additional-config.a=1"], "would overwrite each other"),
     ],

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from reprlib import repr as short
 from typing import Annotated
 
 import torch
@@ -148,3 +149,21 @@ def listed_integers(option: str, listed: str) -> list[int]:
     if not all(re.fullmatch("-?[0-9]{1,10}", part) and abs(int(part)) <= LARGEST for part in parts):
         raise ValueError(f"{option} = {listed!r}: give whole numbers separated by commas, up to {LARGEST}")
     return [int(part) for part in parts]
+
+
+UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(amount: str, name: str = "memory") -> int:
+    """Bytes of an amount such as 24GB or 512MiB; ValueError that begins with `name` if it is none."""
+    match = re.fullmatch(r"\s*([0-9]{0,18}\.?[0-9]{1,18})\s*([A-Za-z]*)\s*", amount)
+    if match is None or match[2].upper() not in UNITS:
+        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ValueError(f"{name} = {short(amount)}: write a number and a unit ({units}), such as 24GB or 512MiB")
+    room = int(float(match[1]) * UNITS[match[2].upper()])
+    if not 1 <= room < 2**63:
+        raise ValueError(f"{name} = {amount!r} is {room} bytes: give at least 1, and less than 2**63")
+    return room

@@ -1,6 +1,5 @@
 """`kvfold plan`: what fits into a memory, before anything runs."""
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from reprlib import repr as short
@@ -11,7 +10,7 @@ import typer
 from rich.table import Table
 
 from kvfold.cache.shape import KINDS, LayerShape
-from kvfold.cli.options import DTYPES, Dtype, Sliding, listed_formats, parse_dtype
+from kvfold.cli.options import DTYPES, Dtype, Sliding, listed_formats, parse_bytes, parse_dtype
 from kvfold.cli.output import Json, print_json, to_stdout
 from kvfold.evaluate import plots
 from kvfold.formats.numbers import LARGEST, MOST_OF_A_MODEL, whole
@@ -19,12 +18,6 @@ from kvfold.integrations.models import load_config
 from kvfold.integrations.transformers.shapes import config_of_each_layer, layer_shapes, resolve_head_dim
 from kvfold.integrations.weights import WEIGHTS, refuse_quantized, weight_bytes
 from kvfold.planning import DENSE_DTYPES, held_bytes, plan
-
-UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-
 
 WEIGHT_FILES = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.gguf")
 """Files that hold a model's weights, the ones that transformers takes first."""
@@ -72,7 +65,7 @@ def plan_command(
     """
     plots.check(plot, (model,))
     names = listed_formats(formats, DENSE_DTYPES)
-    room = _bytes(memory)
+    room = parse_bytes(memory)
     whole("context", context, 1)
     shapes, evidence, own = _layers(model, layers, kv_heads, head_dim)
     runs_in = parse_dtype(dtype) or own or torch.bfloat16
@@ -155,7 +148,7 @@ def _weights(weights: str, model: str | None, dtype: torch.dtype) -> int:
     if weights and (path := Path(weights)).exists():
         return sum(file.stat().st_size for file in _files(path, weights))
     try:
-        return _bytes(weights)
+        return parse_bytes(weights)
     except ValueError:
         kinds = ", ".join((*DTYPES, *WEIGHTS))
         raise ValueError(
@@ -176,14 +169,3 @@ def _files(path: Path, weights: str) -> list[Path]:
                 raise ValueError(f"weights = {weights!r}: the folder holds {len(files)} GGUF files; name one")
             return files
     raise ValueError(f"weights = {weights!r}: the folder holds no {', '.join(WEIGHT_FILES)}")
-
-
-def _bytes(amount: str) -> int:
-    match = re.fullmatch(r"\s*([0-9]{0,18}\.?[0-9]{1,18})\s*([A-Za-z]*)\s*", amount)
-    if match is None or match[2].upper() not in UNITS:
-        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-        raise ValueError(f"memory = {short(amount)}: write a number and a unit ({units}), such as 24GB or 512MiB")
-    room = int(float(match[1]) * UNITS[match[2].upper()])
-    if not 1 <= room < 2**63:
-        raise ValueError(f"memory = {amount!r} is {room} bytes: give at least 1, and less than 2**63")
-    return room

@@ -1,9 +1,11 @@
 """`kvfold serve`: vLLM's server with a folded KV cache."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvfold.cli.options import parse_bytes
 from kvfold.formats import DEFAULT, check_names
 from kvfold.integrations.vllm.options import Options
 from kvfold.integrations.vllm.serve import run, serve_arguments
@@ -19,8 +21,15 @@ def serve(
     ] = DEFAULT,
     calibration: Annotated[
         str | None,
-        typer.Option(help="A file of `kvfold calibrate`; by default the engine reads a text at its start."),
+        typer.Option(help="A file of `kvfold calibrate`; by default the engine reads a text at its first start."),
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="A folder for pages that outlive the server, and that several servers may share."),
+    ] = None,
+    keep_limit: Annotated[
+        str, typer.Option(help="How much the folder may take, such as 500MB. What was used longest ago goes first.")
+    ] = "20GB",
 ) -> None:
     """Serve a model with vLLM on a CPU, its KV cache folded: OpenAI's API on 127.0.0.1:8000.
 
@@ -35,7 +44,9 @@ def serve(
     options = None
     if format != "dense":
         check_names(format)
-        options = Options(format, calibration)
-    elif calibration is not None:
-        raise ValueError("calibration: format = 'dense' folds nothing, so there is nothing to fit")
+        folder = None if keep is None else str(keep.absolute())
+        options = Options(format, calibration, folder, parse_bytes(keep_limit, "keep_limit"))
+    elif calibration is not None or keep is not None:
+        name = "keep" if calibration is None else "calibration"
+        raise ValueError(f"{name}: format = 'dense' folds nothing; leave --{name} out, or name a format")
     run(serve_arguments(model, options, context.args), folds=options is not None)

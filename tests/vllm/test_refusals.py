@@ -29,7 +29,7 @@ def _config(model: Path, **options: Any) -> Any:
         ({"kv_cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype = 'turboquant_4bit_nc' asks for another form"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "KV connectors move blocks .* leave --kv-transfer-config out",
+            "KV connectors move blocks .* leave --kv-transfer-config out; --keep keeps folded ones",
         ),
         ({"runner": "pooling"}, "models that pool generate nothing: leave kvfold out"),
         ({"worker_cls": "own.Worker"}, "worker_cls = 'own.Worker' does not tell when requests end"),

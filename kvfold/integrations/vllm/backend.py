@@ -135,16 +135,25 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
             self.layout = PageLayout(self.formats)
         self.slots = slots_for(config.scheduler_config.max_num_seqs, drafts_of(config))
         self.observed = Observed()
+        self.statistics: KeyStatistics | None = None  # that formats are fitted to
         self._attention: PagedAttention | None = None
 
     def fit(self, statistics: KeyStatistics) -> None:
         """Fit formats to statistics of this model's keys, values and queries."""
+        self.statistics = statistics
         self.formats = self.formats.calibrated(statistics)
 
     def tail_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of this layer's tails."""
         tokens = self.slots * self.formats.keys.page_size
         return tokens * self.num_kv_heads * 2 * self.head_size * dtype.itemsize
+
+    def is_broken(self, block: int) -> bool:
+        """Whether a block has a page that could not be held (`PagedLayer.broken`)."""
+        if self._attention is None or not (broken := self._attention.layer.broken):
+            return False
+        pages = self._attention.layer.pool.pages_a_block
+        return not broken.isdisjoint(range(block * pages, (block + 1) * pages))
 
     def forward(
         self,

@@ -23,6 +23,9 @@ class Options:
     # Path of a file of `kvfold calibrate`. None: the engine measures statistics for formats that are fitted at its
     # start.
     calibration: str | None = None
+    # Folder of pages that outlive the engine (`kvfold.integrations.vllm.keeping`), and how many bytes it may take.
+    keep: str | None = None
+    keep_limit: int = 20 * 10**9
 
     @classmethod
     def of(cls, additional_config: object) -> "Options | None":
@@ -37,8 +40,11 @@ class Options:
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ValueError(f"additional_config[{KEY!r}] = {given!r}: give a mapping with some of {', '.join(names)}")
         for name, value in given.items():
-            if not isinstance(value, str) and not (name == "calibration" and value is None):
-                raise ValueError(f"additional_config[{KEY!r}][{name!r}] = {value!r}: give a string")
+            number = name == "keep_limit"
+            right = type(value) is int and value > 0 if number else isinstance(value, str)
+            if not right and not (name in ("calibration", "keep") and value is None):
+                what = "a number of bytes" if number else "a string"
+                raise ValueError(f"additional_config[{KEY!r}][{name!r}] = {value!r}: give {what}")
         options = cls(**given)
         check_names(options.format)
         return options
@@ -60,7 +66,9 @@ class Options:
 
     def to_config(self) -> dict[str, Any]:
         """The options as `of` reads them."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own: dict[str, Any] = {"format": self.format, "calibration": self.calibration, "keep": self.keep}
+        if self.keep is not None:
+            own["keep_limit"] = self.keep_limit
         return {KEY: {name: value for name, value in own.items() if value is not None}}
 
 

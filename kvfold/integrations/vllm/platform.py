@@ -17,6 +17,7 @@ logger = init_logger("vllm.kvfold")
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 FOLDED_WORKER = "kvfold.integrations.vllm.worker.FoldedWorker"
 FOLDED_SCHEDULER = "kvfold.integrations.vllm.scheduler.FoldedScheduler"
+KEEPER = "KeptPages"
 DRAFTS = ("ngram",)
 """Ways to draft, by vLLM's names: those without layers of their own."""
 DENSE_KERNEL_BLOCK = 32
@@ -33,6 +34,8 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Called twice, in the first process and in the engine's: what it sets must be the same."""
         super().check_and_update_config(vllm_config)
+        from vllm.config import KVTransferConfig
+
         options = Options.of(vllm_config.additional_config)
         dtype = str(vllm_config.cache_config.cache_dtype)
         if options is None:
@@ -46,11 +49,16 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
             return
         counters.make_folder()
         os.environ.setdefault(*PRIMITIVES)  # processes that start from here inherit it
-        _refuse_what_would_be_wrong(vllm_config)
+        _refuse_what_would_be_wrong(vllm_config, options)
         _set_blocks(vllm_config, options)
         _lower_sequences(vllm_config, options)
         vllm_config.parallel_config.worker_cls = FOLDED_WORKER
         vllm_config.scheduler_config.scheduler_cls = FOLDED_SCHEDULER
+        if options.keep is not None:
+            vllm_config.kv_transfer_config = KVTransferConfig(
+                kv_connector=KEEPER, kv_connector_module_path="kvfold.integrations.vllm.keeping", kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+            )  # fmt: skip
 
     @classmethod
     def get_attn_backend_cls(
@@ -71,18 +79,20 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
         return stock
 
 
-def _refuse_what_would_be_wrong(vllm_config: "VllmConfig") -> None:
+def _refuse_what_would_be_wrong(vllm_config: "VllmConfig", options: Options) -> None:
     """Raise on settings under which folded pages would not hold what the engine believes."""
     cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
-    scheduler = vllm_config.scheduler_config.scheduler_cls
+    scheduler, transfer = vllm_config.scheduler_config.scheduler_cls, vllm_config.kv_transfer_config
     own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     reasons = {
         f"drafts by {drafts and drafts.method!r} have layers of their own: only {', '.join(DRAFTS)} is folded":
             drafts is not None and drafts.method not in DRAFTS,
         "the connectors behind --kv-offloading-size do not run on CPUs: leave it out":
             cache.kv_offloading_size is not None,
-        "KV connectors move blocks of dense values: leave --kv-transfer-config out":
-            vllm_config.kv_transfer_config is not None,
+        "KV connectors move blocks of dense values: leave --kv-transfer-config out; --keep keeps folded ones":
+            transfer is not None and transfer.kv_connector != KEEPER,
+        "pages of models with sliding windows are not kept: leave --keep out":
+            options.keep is not None and _has_windows(vllm_config.model_config),
         f"kv_cache_dtype = {cache.cache_dtype!r} asks for another form of the cache: leave --kv-cache-dtype out":
             cache.cache_dtype not in ("auto", own_dtype),
         "context parallelism splits blocks between workers: leave its options out":
@@ -114,7 +124,7 @@ def _set_blocks(vllm_config: "VllmConfig", options: Options) -> None:
         raise ValueError(
             f"kvfold: num_speculative_tokens = {drafts}: give at most {page}, the tokens of a page of {options.format}"
         )
-    windowed = any("sliding" in kind for kind in getattr(model.hf_text_config, "layer_types", None) or ())
+    windowed = _has_windows(model)
     fewest = page
     if windowed:
         while fewest * slot < DENSE_KERNEL_BLOCK * 2 * head_dim * itemsize:
@@ -129,6 +139,11 @@ def _set_blocks(vllm_config: "VllmConfig", options: Options) -> None:
     if windowed:
         kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
         cache.skip_page_size_padded = cache.block_size * kv_heads * slot
+
+
+def _has_windows(model: Any) -> bool:
+    """Whether some layers of a model have a sliding window, by vLLM's config of it."""
+    return any("sliding" in kind for kind in getattr(model.hf_text_config, "layer_types", None) or ())
 
 
 def _lower_sequences(vllm_config: "VllmConfig", options: Options) -> None:

