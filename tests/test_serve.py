@@ -127,7 +127,10 @@ def test_dense_leaves_vllm_as_it_is() -> None:
     [
         (["--additional-config", "kvfold"], "no JSON object"),
         (["--additional-config"], "no JSON object"),
-        (["--additional-config", '{"kvfold": {"format": "kvfold-2"}}'], "give --format, --calibration and --keep in its place"),
+        (
+            ["--additional-config", '{"kvfold": {"format": "kvfold-2"}}'],
+            "give --format, --calibration and --keep in its place",
+        ),
         (["--config", "options.yaml"], "would overwrite each other"),
         (["--additional-config.a=1"], "would overwrite each other"),
     ],

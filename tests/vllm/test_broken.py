@@ -11,8 +11,8 @@ from rounding import tie_of
 from vllm import LLM, SamplingParams
 from vllm.outputs import RequestOutput
 
-PLANTED = 77
-"""A token whose embedding is beyond float16, and which the model never says by itself."""
+PLANTED = 259
+"""A token whose embedding is beyond float16. No text has it, and the model never says it by itself."""
 NEW = 40
 
 

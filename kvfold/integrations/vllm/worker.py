@@ -205,8 +205,14 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             self._read(ids[first : first + length], f"kvfold-{passage}")
         for builder in self._builders():
             builder.observing = False
-        for impl in layers.values():
-            impl.fit(impl.observed.statistics())
+        for index, impl in layers.items():
+            statistics = impl.observed.statistics()
+            if not (statistics.query_energy.isfinite().all() and statistics.key_variance.isfinite().all()):
+                raise ValueError(
+                    f"kvfold: layer {index} computes NaN or infinity from plain text in {self.model_config.dtype}, "
+                    "so no format can be fitted to it: take another --dtype, or give a calibration"
+                )
+            impl.fit(statistics)
         logger.info(
             "kvfold: fitted %d layers to %d tokens in %.1f s.", len(layers), PASSAGES * length,
             time.perf_counter() - start,
