@@ -143,11 +143,6 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         self.statistics = statistics
         self.formats = self.formats.calibrated(statistics)
 
-    def tail_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of this layer's tails."""
-        tokens = self.slots * self.formats.keys.page_size
-        return tokens * self.num_kv_heads * 2 * self.head_size * dtype.itemsize
-
     def is_broken(self, block: int) -> bool:
         """Whether a block has a page that could not be held (`PagedLayer.broken`)."""
         if self._attention is None or not (broken := self._attention.layer.broken):

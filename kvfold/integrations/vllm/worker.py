@@ -19,7 +19,7 @@ from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.counters import count_folds
 from kvfold.integrations.vllm.identity import Identity
 from kvfold.integrations.vllm.keeping import KeptBlocks
-from kvfold.integrations.vllm.options import FEWEST, Options
+from kvfold.integrations.vllm.options import FEWEST, Options, drafts_of
 from kvfold.integrations.weights import sketch_of
 
 logger = init_logger("vllm.kvfold")
@@ -34,8 +34,12 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
     def determine_available_memory(self) -> int:
         """Bytes for the pool: what the user granted, less the tails."""
         granted = super().determine_available_memory()
-        dtype = self.model_config.dtype
-        tails = sum(impl.tail_bytes(dtype) for _, impl in self._layers())
+        options, drafts = Options.of(self.vllm_config.additional_config), drafts_of(self.vllm_config)
+        assert options is not None
+        each = self.model_config.dtype.itemsize, drafts
+        tails = self.scheduler_config.max_num_seqs * sum(
+            options.tail_bytes(impl.head_size, impl.num_kv_heads, *each) for _, impl in self._layers()
+        )
         if not tails and self.parallel_config.pipeline_parallel_size == 1:
             raise ValueError("kvfold: no layer of this model folds, as all have sliding windows: leave kvfold out")
         sequences = self.scheduler_config.max_num_seqs
