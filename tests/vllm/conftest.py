@@ -1,6 +1,7 @@
 """The engine's environment, texts, and small models that show what SmolLM2 cannot."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # vLLM reads these when it is imported, and its processes inherit them.
@@ -20,6 +21,7 @@ import kvfold
 from kvfold.evaluate import split_passages
 from kvfold.integrations.models import demo_folder
 from kvfold.integrations.transformers import calibrate
+from kvfold.integrations.unpacking import kept_models
 
 torch.set_grad_enabled(False)
 
@@ -27,8 +29,22 @@ DATA = Path(__file__).parents[1] / "data"
 """Texts of tests: frozen, as figures hang on them."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this run, with the models that are unpacked: what engines of earlier runs measured is not believed."""
+    own = tmp_path_factory.mktemp("cache")
+    (own / "kvfold").mkdir()
+    demo_folder()
+    for model in kept_models().iterdir():
+        if (model / "config.json").is_file():
+            (own / "kvfold" / model.name).symlink_to(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own))
+        yield
+
+
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def smollm2(own_cache: None) -> Path:
     """The folder of the real model."""
     return demo_folder()
 

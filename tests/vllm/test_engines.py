@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from engines import alone, ask, differences, engine
@@ -75,8 +76,13 @@ def test_compiled_models_answer_as_others(tiny_llama: Path, tiny_ids: list[int])
     ("options", "message"),
     [
         (
-            {"max_num_seqs": 256, "kv_cache_memory_bytes": 32 << 20},
-            "unfinished pages of max_num_seqs = 256 sequences take 128 MiB of the 32 MiB .* lower --max-num-seqs",
+            {
+                "max_num_seqs": 2048,
+                "max_num_batched_tokens": 2048,
+                "kv_cache_memory_bytes": None,
+                "gpu_memory_utilization": 1.5 * 2**30 / psutil.virtual_memory().total,
+            },
+            "unfinished pages of max_num_seqs = 2048 sequences take 1,024 MiB of the .* lower --max-num-seqs",
         ),
         ({"max_num_batched_tokens": 64}, "takes 64 tokens at a time, formats are fitted to at least 128"),
         ({"skip_tokenizer_init": True}, "without a tokenizer the engine cannot read the text .* give calibration"),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Identity:
         Raises OSError if the user has no home, or the model's files are not found.
         """
         text = hashlib.sha256(standard_text().encode()).hexdigest()
-        name = _digest([*self.parts, text, str(values), str(tokens)])
+        name = _digest([*self.parts, version("kvfold"), text, str(values), str(tokens)])
         return kept_models() / "fitted" / f"{name}.safetensors"
 
     def kind(self, options: Options, statistics: Mapping[int, KeyStatistics | None], block: int, slot: int) -> str:
