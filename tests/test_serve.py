@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tiny_gguf import write_gemma
 
 from kvfold.cache.calibration import Calibration
+from kvfold.eviction import QueryStatistics
 from kvfold.integrations.models import load_config
 from kvfold.integrations.vllm.options import Options
 from kvfold.integrations.vllm.serve import serve_arguments
@@ -90,6 +91,28 @@ def test_pages_may_be_kept(tmp_path: Path, own_cache: Path) -> None:
             Options.of({"kvfold": wrong})
 
 
+def test_requests_may_forget(tmp_path: Path, own_cache: Path) -> None:
+    forgetful = Options(eviction="streaming", budget=1024, keep_prompt=True)
+    arguments = serve_arguments("smollm2", forgetful, [])
+    own = {"format": "kvfold-4", "eviction": "streaming", "budget": 1024, "keep_prompt": True}
+    assert _config(arguments) == {"kvfold": own}
+    assert Options.of(_config(arguments)) == forgetful
+    tables = torch.ones(3, 2, 4, 8)
+    QueryStatistics(kv_heads=1, head_dim=16, rope_theta=1e4, attn_scale=1.0, tables=tables).save(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"of 3 layers, 2 heads, .* run kvfold calibrate --eviction with this model"):
+        serve_arguments("smollm2", Options(eviction=str(tmp_path / "other")), [])
+    (tmp_path / "damaged").write_bytes(b"TRIA")
+    with pytest.raises(ValueError, match="this is no TRIA file"):
+        serve_arguments("some/model", Options(eviction=str(tmp_path / "damaged")), [])
+    with pytest.raises(FileNotFoundError, match="kvfold calibrate --eviction makes one"):
+        serve_arguments("some/model", Options(eviction=str(tmp_path / "none")), [])
+    with pytest.raises(ValueError, match="budget = 200 holds no more than"):
+        serve_arguments("some/model", Options(eviction="streaming", budget=200), [])
+    for more in ({"budget": 1024}, {"keep_prompt": True}):
+        with pytest.raises(ValueError, match="but no eviction: give a TRIA file, or 'streaming'"):
+            Options(**more)
+
+
 def test_what_an_engine_would_find_after_minutes_is_found_before(tmp_path: Path, small_folder: Path) -> None:
     model = str(small_folder)
     with pytest.raises(FileNotFoundError, match=r"none.safetensors.*kvfold calibrate makes one"):
@@ -129,7 +152,7 @@ def test_dense_leaves_vllm_as_it_is() -> None:
         (["--additional-config"], "no JSON object"),
         (
             ["--additional-config", '{"kvfold": {"format": "kvfold-2"}}'],
-            "give --format, --calibration and --keep in its place",
+            "give --format, --calibration, --keep and --eviction in its place",
         ),
         (["--config", "options.yaml"], "would overwrite each other"),
         (["--additional-config.a=1"], "would overwrite each other"),

@@ -3,7 +3,7 @@
 Each kind of cache has a server of its own, one after the other, with the same threads, lengths, memory and requests,
 which are streamed, greedy and of fixed length. Run it with the Python of the environment that has vLLM and kvfold, and
 on a machine that does nothing else: one other busy process can slow a server's threads, which wait for one another,
-tenfold. There are five parts:
+tenfold. There are six parts:
 
 startup  The tokens that the engine says its pool holds, at equal memory, for SmolLM2 (head_dim 64) and for a small
          random Llama of head_dim 128.
@@ -23,6 +23,8 @@ soak     1,000 short requests by 16 users, some of them abandoned in mid-stream,
          memory of all of the server's processes after every 100, when nothing runs.
 kept     A server reads a prompt of 4,000 tokens, ends, and starts again: the time to the first token, before and after;
          kvfold's kinds keep their pages in a folder.
+forget   Requests a minute as in "load", by 16 users with prompts of 3,000 to 7,000 tokens; kvfold's kinds once more
+         with a budget of 2,048 tokens a request (--eviction streaming).
 
     python benchmarks/serving                               # all parts and kinds: about an hour
     python benchmarks/serving --quick                       # the same in small: a quarter of one
@@ -51,7 +53,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvfold.cli.output import to_stdout
 
-PARTS = ("startup", "speed", "load", "soak", "kept")
+PARTS = ("startup", "speed", "load", "soak", "kept", "forget")
 KINDS = ("bf16", "fp8", "kvfold-4")
 """bf16 and fp8 are vLLM's own caches; other names are formats of kvfold."""
 RESULTS = Path(__file__).resolve().parents[2] / "build" / "serving.json"
@@ -117,7 +119,7 @@ def run(progress: Progress, part: ModuleType, kind: str, plan: Any, more: list[s
     """One kind's rows of a part, from a server of its own."""
     from server import Server, pool_options, served
 
-    if part.__name__ in ("startup", "kept"):
+    if part.__name__ in ("startup", "kept", "forget"):
         return part.run(progress, kind, plan, more, **settings)
     log = settings.pop("logs") / f"{part.__name__}-{kind.replace(' ', '-')}.log"
     with served(progress, Server(kind, [*pool_options(plan), *more], log, **settings)) as ready:

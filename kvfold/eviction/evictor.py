@@ -44,20 +44,20 @@ class Evictor:
         policy, chosen = self.policy, Plan(_columns(layers))
         layers = [layer for layer in layers if layer.groups]
         for number in range(len(layers[0].groups) if layers else 0):
-            over = []
+            over: list[tuple[FoldedRows, Candidates]] = []
             for layer in layers:
                 group = layer.groups[number]
                 slots = group.rows.evictable(policy.recent)
                 if slots and group.rows.length > policy.budget_of(layer.index) + slack:
                     queries = layer.newest_queries
                     own = None if queries is None else queries.index_select(0, group.batch_rows)
-                    over.append(Candidates(layer.index, group.rows, slots, own))
+                    over.append((group.rows, Candidates(layer.index, group.rows, slots, own)))
             if not over:
                 continue
-            for candidates in over:
-                candidates.rows.check_finite()  # before anything goes
-            kept = zip(over, policy.keep(over), strict=True)
-            chosen.rows += [(each.rows, keep, each.rows.evicted) for each, keep in kept if keep is not None]
+            for rows, _ in over:
+                rows.check_finite()  # before anything goes
+            kept = zip(over, policy.keep([candidates for _, candidates in over]), strict=True)
+            chosen.rows += [(rows, keep, rows.evicted) for (rows, _), keep in kept if keep is not None]
         return chosen
 
     def act(self, plan: Plan) -> None:

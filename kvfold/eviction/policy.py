@@ -1,16 +1,16 @@
 """What every policy has in common: when tokens go, how many, and which by their scores."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from kvfold.cache.rows import FoldedRows
+from kvfold.formats import FormatPair
 from kvfold.formats.numbers import whole_field
-from kvfold.formats.page import Pages
+from kvfold.formats.page import PageForm, Pages
 
 Mode = Literal["union", "per_head", "per_layer_per_head"]
 MODES = ("union", "per_head", "per_layer_per_head")
@@ -20,12 +20,49 @@ PAGE_BLOCK = 16
 """Pages that are scored at a time."""
 
 
+class HeldPages(Protocol):
+    """Keys, in pages."""
+
+    @property
+    def form(self) -> PageForm: ...
+
+    def pages(self, start: int = 0, stop: int | None = None) -> Pages:
+        """Pages `start` to `stop`."""
+
+
+class HeldTokens(Protocol):
+    """What a policy asks of the tokens that one layer holds of some sequences: `FoldedRows`, or an engine's blocks."""
+
+    @property
+    def formats(self) -> FormatPair: ...
+    @property
+    def keys(self) -> HeldPages: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def page_size(self) -> int:
+        """Tokens that go together."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are held."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens that came."""
+
+    def folded_positions(self, slots: int) -> Tensor:
+        """Positions of the first `slots` folded tokens: int64, (batch, kv_heads, slots)."""
+
+
 @dataclass(eq=False)
 class Candidates:
     """The first `slots` folded tokens of one layer, which may go, of batch rows of one length."""
 
     layer: int
-    rows: FoldedRows
+    rows: HeldTokens
     slots: int
     queries: Tensor | None = None
     """The newest ones, (batch, heads, tokens, key_dim), if the policy asked for them."""
@@ -134,11 +171,16 @@ class Eviction(ABC):
         """Tokens that heads of a layer keep."""
         return self.budget
 
-    def keep(self, candidates: Sequence[Candidates]) -> list[Tensor | None]:
-        """What stays of the same rows, layer by layer: `FoldedRows.evict`'s `keep`, or None where nothing goes."""
+    def keep(
+        self, candidates: Sequence[Candidates], across: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """What stays of the same rows, layer by layer: `FoldedRows.evict`'s `keep`, or None where nothing goes.
+
+        In the mode "union", `across` takes the highest of several processes' scores, if heads are shared out to them.
+        """
         units = [_Units.of(self, each, self.scores(each)) for each in candidates]
         if self.mode != "per_layer_per_head":
-            _share(units, self.mode)
+            _share(units, self.mode, across)
         return [each.keep(self) for each in units]
 
 
@@ -185,7 +227,7 @@ class _Units:
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
-def _share(units: Sequence[_Units], mode: Mode) -> None:
+def _share(units: Sequence[_Units], mode: Mode, across: Callable[[Tensor], Tensor] | None) -> None:
     """Make scores agree: over layers for each head ("per_head"), or over all ("union")."""
     order = [each.start.argsort(-1) for each in units]
     ordered = [each.scores.gather(-1, own) for each, own in zip(units, order, strict=True)]
@@ -196,7 +238,11 @@ def _share(units: Sequence[_Units], mode: Mode) -> None:
             "alike and the same mode from the start"
         )
     together = torch.stack(ordered)
-    shared = together.mean(0) if mode == "per_head" else together.amax((0, 2), keepdim=True)[0].expand_as(ordered[0])
+    if mode == "per_head":
+        shared = together.mean(0)
+    else:
+        highest = together.amax((0, 2), keepdim=True)[0]
+        shared = (highest if across is None else across(highest)).expand_as(ordered[0])
     for each, own in zip(units, order, strict=True):
         each.scores = torch.empty_like(each.scores).scatter_(-1, own, shared)
 

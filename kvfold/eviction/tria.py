@@ -112,6 +112,10 @@ class QueryStatistics:
         """Whether a layer was measured."""
         return layer < self.layers and bool(self.tables[layer].any())
 
+    def of_heads(self, heads: slice, kv_heads: int) -> "QueryStatistics":
+        """Those of some heads, which attend to so many KV heads: the part of a worker that has these alone."""
+        return replace(self, tables=self.tables[:, heads], kv_heads=kv_heads)
+
     def with_rope_theta(self, rope_theta: float) -> "QueryStatistics":
         """The same under another rope_theta: for a file whose queries are right and whose header is not."""
         return replace(self, rope_theta=rope_theta)

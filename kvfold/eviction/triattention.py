@@ -66,19 +66,19 @@ class TriAttention(Eviction):
         """The series of each query head: float32, (batch, kv_heads, heads / kv_heads, slots)."""
         rows, fmt = candidates.rows, candidates.rows.formats.keys
         mean, magnitude = self.statistics.of_layer(candidates.layer)
-        device = rows.keys.pages().code.device
+        positions = candidates.positions
+        device = positions.device
         omega = torch.tensor(self.frequencies, dtype=torch.float64, device=device)
         direction, spread = expected_queries(
             mean.to(device), magnitude.to(device), candidates.now, omega, self.turned_by
         )
         direction, spread = (x.unflatten(0, (rows.kv_heads, -1)) for x in (direction, spread))
-        positions = candidates.positions if isinstance(fmt, AMX3) else None
         parts = []
         for slots, pages in candidates.blocks():
-            if positions is None:
-                keys = fmt.unfold(pages)
-            else:
-                pairs = fmt.before_rope(pages)  # type: ignore[attr-defined]
+            if isinstance(fmt, AMX3):
+                pairs = fmt.before_rope(pages)
                 keys = polar.from_pairs(polar.turn(pairs, positions[..., slots], self.frequencies))
+            else:
+                keys = fmt.unfold(pages)
             parts.append(pair_scores(keys, direction, spread))
         return torch.cat(parts, -1)

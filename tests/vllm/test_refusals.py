@@ -62,6 +62,13 @@ def test_as_many_sequences_run_as_have_room(tiny_llama: Path, speculative_config
     ("own", "message"),
     [
         ({"formt": "kvfold-4"}, "'formt'.*: give a mapping with some of format, calibration"),
+        ({"budget": 1000}, "budget = 1000, but no eviction: give a TRIA file, or 'streaming'"),
+        ({"keep_prompt": True}, "keep_prompt = True, but no eviction"),
+        ({"eviction": "streaming", "keep_prompt": 1}, r"\['keep_prompt'\] = 1: give true or false"),
+        ({"eviction": "streaming", "budget": "2k"}, r"\['budget'\] = '2k': give a number of tokens"),
+        ({"eviction": "streaming", "budget": 260}, "budget = 260 holds no more than the first 4 and the newest 128"),
+        ({"eviction": "none.tria"}, "'none.tria'.*there is no such file.*kvfold calibrate --eviction"),
+        ({"eviction": "streaming", "keep": "folder"}, "give --keep or --eviction, not both"),
         ("kvfold-4", "= 'kvfold-4': give a mapping"),
         ({"format": 4}, r"\['format'\] = 4: give a string"),
         ({"format": "kvfold-x"}, "'kvfold-x' is not known: choose one of"),
@@ -72,8 +79,14 @@ def test_as_many_sequences_run_as_have_room(tiny_llama: Path, speculative_config
     ],
 )
 def test_own_options_that_mean_nothing_are_refused(tiny_llama, own, message) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         _config(tiny_llama, additional_config={"kvfold": own})
+
+
+def test_stages_do_not_forget(tiny_llama: Path) -> None:
+    own = {"kvfold": {"eviction": "streaming"}}
+    with pytest.raises(ValueError, match="leave --eviction or --pipeline-parallel-size out"):
+        _config(tiny_llama, additional_config=own, pipeline_parallel_size=2)
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:

@@ -155,9 +155,14 @@ class PagePool:
 
     def read(self, pages: Tensor) -> tuple[Pages, Pages]:
         """Keys and values of pages numbered `pages`, (N,): (1, kv_heads, N, …)."""
-        whole = self.pages[pages // self.pages_a_block, pages % self.pages_a_block].transpose(0, 1)[None].contiguous()
-        sides = []
-        for parts in (self.layout.keys, self.layout.values):
-            tensors: dict[str, Any] = {part.name: part.view(whole) for part in parts}
-            sides.append(Pages(**tensors, tokens=len(pages) * self.layout.page_size))
-        return sides[0], sides[1]
+        return self._read(pages, self.layout.keys), self._read(pages, self.layout.values)
+
+    def read_keys(self, pages: Tensor) -> Pages:
+        """The keys of `read`."""
+        return self._read(pages, self.layout.keys)
+
+    def _read(self, pages: Tensor, parts: tuple[Part, ...]) -> Pages:
+        whole = self.pages[pages // self.pages_a_block, pages % self.pages_a_block]
+        whole = whole.transpose(0, 1)[None].contiguous()
+        tensors: dict[str, Any] = {part.name: part.view(whole) for part in parts}
+        return Pages(**tensors, tokens=len(pages) * self.layout.page_size)

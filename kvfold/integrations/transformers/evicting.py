@@ -38,7 +38,9 @@ def for_model(
             f"mode = {policy.mode!r} lets all layers keep the same tokens, but they fold into {', '.join(formats)}: "
             "give mode='per_layer_per_head'"
         )
-    return _tri_attention(policy, config, shapes, layers) if isinstance(policy, TriAttention) else policy
+    if not isinstance(policy, TriAttention):
+        return policy
+    return tri_attention_for(policy, config, shapes, [layer.index for layer in layers])
 
 
 def check_once(policy: Eviction, own: Eviction | None) -> None:
@@ -56,9 +58,10 @@ def check_once(policy: Eviction, own: Eviction | None) -> None:
         )
 
 
-def _tri_attention(
-    policy: TriAttention, config: PreTrainedConfig, shapes: Sequence[LayerShape], layers: Sequence[LayerCache]
+def tri_attention_for(
+    policy: TriAttention, config: PreTrainedConfig, shapes: Sequence[LayerShape], layers: Sequence[int]
 ) -> TriAttention:
+    """The policy, completed for this model, of which the layers of these numbers fold; ValueError as `for_model`."""
     own, rope, of = policy.statistics, model_rope(config, shapes), head_shape(shapes)
     pairs = len(rope.frequencies)
     shape = config.num_hidden_layers, of.heads, of.kv_heads, 2 * pairs, pairs
@@ -74,7 +77,7 @@ def _tri_attention(
             "calibrate --eviction with this model; or, if only the file's header is wrong, use "
             f"statistics.with_rope_theta({rope.theta:.10g})"
         )
-    missing = [layer.index for layer in layers if not own.measured(layer.index)]
+    missing = [layer for layer in layers if not own.measured(layer)]
     if missing:
         raise ValueError(f"the statistics have nothing of layer {missing[0]}: run kvfold calibrate --eviction again")
     return replace(policy, frequencies=rope.frequencies, turned_by=rope.turned_by)

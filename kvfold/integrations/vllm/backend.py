@@ -1,6 +1,6 @@
 """vLLM's attention interface over folded pages."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -18,6 +18,7 @@ from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import PageLayout, PagePool
 from kvfold.cache.pool.plan import EngineStep, Slots, plan, slots_for
 from kvfold.formats import FormatPair, KeyStatistics
+from kvfold.integrations.vllm.forgetting import FoldedSpec, without_forgotten
 from kvfold.integrations.vllm.options import Options, drafts_of
 
 _FORMATS: dict[int, FormatPair] = {}
@@ -50,7 +51,7 @@ class FoldedBackend(CPUAttentionBackend):  # type: ignore[misc]
                 "kvfold out for this model"
             )
         layout = PageLayout(_FORMATS[spec.head_size])
-        return replace(spec, state_content_bytes=layout.slot_bytes(spec.dtype.itemsize), dtype=torch.uint8)
+        return FoldedSpec.of(spec, state_content_bytes=layout.slot_bytes(spec.dtype.itemsize), dtype=torch.uint8)
 
     @staticmethod
     def get_impl_cls() -> type["FoldedImpl"]:
@@ -78,6 +79,8 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_size = _FORMATS[kv_cache_spec.head_size].keys.page_size
         self.pages_a_block = kv_cache_spec.block_size // self.page_size
+        options = Options.of(vllm_config.additional_config)
+        self.forgets = options is not None and options.eviction is not None
         self.drafts = drafts_of(vllm_config)
         self.slots = Slots(vllm_config.scheduler_config.max_num_seqs, self.drafts)  # of these layers' tails
         self.observing = False  # whether the engine measures keys: steps are whole prompts, and nothing is stored
@@ -92,10 +95,10 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         starts = given.query_start_loc_cpu.tolist()
         if self.observing:
             return FoldedMetadata(None, starts)
-        step = plan(
-            starts, given.seq_lens.tolist(), given.block_table_tensor.numpy(), self.slots, self.pages_a_block,
-            self.page_size, self.drafts,
-        )  # fmt: skip
+        lengths, table = given.seq_lens.tolist(), given.block_table_tensor.numpy()
+        if self.forgets:
+            lengths, table = without_forgotten(starts, lengths, table, self.pages_a_block * self.page_size)
+        step = plan(starts, lengths, table, self.slots, self.pages_a_block, self.page_size, self.drafts)
         self.pages_folded += len(step.folded)
         return FoldedMetadata(step, starts)
 
@@ -136,6 +139,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         self.slots = slots_for(config.scheduler_config.max_num_seqs, drafts_of(config))
         self.observed = Observed()
         self.statistics: KeyStatistics | None = None  # that formats are fitted to
+        self.paged: PagedLayer | None = None  # once the pool is in use
         self._attention: PagedAttention | None = None
 
     def fit(self, statistics: KeyStatistics) -> None:
@@ -145,9 +149,9 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
 
     def is_broken(self, block: int) -> bool:
         """Whether a block has a page that could not be held (`PagedLayer.broken`)."""
-        if self._attention is None or not (broken := self._attention.layer.broken):
+        if self.paged is None or not (broken := self.paged.broken):
             return False
-        pages = self._attention.layer.pool.pages_a_block
+        pages = self.paged.pool.pages_a_block
         return not broken.isdisjoint(range(block * pages, (block + 1) * pages))
 
     def forward(
@@ -173,7 +177,7 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         if attn_metadata.step is None:
             return self._observe(query, key, value, attn_metadata.starts, output)
         if self._attention is None:
-            paged = PagedLayer(self.formats, PagePool(kv_cache, self.layout), self.slots, key.dtype)
+            self.paged = paged = PagedLayer(self.formats, PagePool(kv_cache, self.layout), self.slots, key.dtype)
             self._attention = PagedAttention(
                 paged, self.num_heads, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks
             )

@@ -16,9 +16,10 @@ GAUGES = {
     "bytes_per_token": "Bytes of a folded token, all layers that fold and all their KV heads",
     "used_bytes": "Folded bytes of blocks that are in use",
     "folds_total": "Pages folded, of all layers; rate() gives folds a second",
+    "forgotten_tokens_total": "Tokens that requests have forgotten to keep to their budget",
 }
 """All are gauges. Where several processes serve one port, Prometheus' client merges their files, and for a gauge it can
-be told that the newest number is the right one; counters of several processes it would add."""
+be told which number is the right one; counters of several processes it would add."""
 
 
 class FoldedStats(StatLoggerBase):  # type: ignore[misc]
@@ -51,9 +52,10 @@ class FoldedStats(StatLoggerBase):  # type: ignore[misc]
             return
         capacity = self.cache.kv_cache_size_tokens or 0
         used = round(self.usage * capacity)
+        folds, forgotten = counters.counted(self.engine)
         numbers = {
             "capacity_tokens": capacity, "used_tokens": used, "bytes_per_token": self.token_bytes,
-            "used_bytes": used * self.token_bytes, "folds_total": counters.folds(self.engine),
+            "used_bytes": used * self.token_bytes, "folds_total": folds, "forgotten_tokens_total": forgotten,
         }  # fmt: skip
         for name, number in numbers.items():
             _gauge(name).labels(str(self.engine), self.options.format).set(number)
@@ -62,4 +64,6 @@ class FoldedStats(StatLoggerBase):  # type: ignore[misc]
 @cache
 def _gauge(name: str) -> Gauge:
     """A gauge, made once: Prometheus wants each name once in a process."""
-    return Gauge(f"kvfold:{name}", GAUGES[name], ["engine", "format"], multiprocess_mode="mostrecent")
+    # What only grows is right at its highest: a process may publish late what it read before another.
+    mode: Any = "max" if name.endswith("_total") else "mostrecent"
+    return Gauge(f"kvfold:{name}", GAUGES[name], ["engine", "format"], multiprocess_mode=mode)

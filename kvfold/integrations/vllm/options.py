@@ -6,11 +6,16 @@ from typing import Any
 
 from kvfold.cache.pool.layout import PageLayout, why_not_paged
 from kvfold.cache.pool.plan import slots_for
+from kvfold.eviction import Eviction, QueryStatistics, StreamingLLM, TriAttention
 from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 
 KEY = "kvfold"
 FEWEST = 128
 """Tokens that an engine must read at a time to fit formats to them."""
+BUDGET = 2048
+"""Tokens that a request keeps where it forgets: the number of TriAttention's paper."""
+STREAMING = "streaming"
+"""The name of `StreamingLLM` among ways to forget; others are files."""
 FOLDING = ("full_attention", "attention")
 """Names of layers that fold, in configs that name kinds of layers."""
 
@@ -26,6 +31,16 @@ class Options:
     # Folder of pages that outlive the engine (`kvfold.integrations.vllm.keeping`), and how many bytes it may take.
     keep: str | None = None
     keep_limit: int = 20 * 10**9
+    # What requests forget by: a TRIA file of `kvfold calibrate --eviction`, or `STREAMING`; None: nothing is forgotten.
+    # How many tokens each keeps, and whether its prompt stays beside those.
+    eviction: str | None = None
+    budget: int = BUDGET
+    keep_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eviction is None and (self.keep_prompt or self.budget != BUDGET):
+            name = "keep_prompt" if self.keep_prompt else "budget"
+            raise ValueError(f"{name} = {getattr(self, name)}, but no eviction: give a TRIA file, or {STREAMING!r}")
 
     @classmethod
     def of(cls, additional_config: object) -> "Options | None":
@@ -40,14 +55,22 @@ class Options:
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ValueError(f"additional_config[{KEY!r}] = {given!r}: give a mapping with some of {', '.join(names)}")
         for name, value in given.items():
-            number = name == "keep_limit"
-            right = type(value) is int and value > 0 if number else isinstance(value, str)
-            if not right and not (name in ("calibration", "keep") and value is None):
-                what = "a number of bytes" if number else "a string"
+            what, right = _KINDS.get(name, _TEXT)
+            if not right(value) and not (name in ("calibration", "keep", "eviction") and value is None):
                 raise ValueError(f"additional_config[{KEY!r}][{name!r}] = {value!r}: give {what}")
         options = cls(**given)
         check_names(options.format)
         return options
+
+    def policy(self) -> Eviction:
+        """What `eviction` names.
+
+        Raises FileNotFoundError or ValueError if its file is not there or is damaged, or the budget is too small.
+        """
+        assert self.eviction is not None
+        if self.eviction == STREAMING:
+            return StreamingLLM(budget=self.budget)
+        return TriAttention(QueryStatistics.load(self.eviction), budget=self.budget)
 
     def formats(self, head_dim: int) -> FormatPair:
         """The formats of heads of `head_dim` channels, not fitted; ValueError if a pool cannot share such pages."""
@@ -66,10 +89,18 @@ class Options:
 
     def to_config(self) -> dict[str, Any]:
         """The options as `of` reads them."""
-        own: dict[str, Any] = {"format": self.format, "calibration": self.calibration, "keep": self.keep}
-        if self.keep is not None:
-            own["keep_limit"] = self.keep_limit
-        return {KEY: {name: value for name, value in own.items() if value is not None}}
+        told = {"keep_limit": self.keep, "budget": self.eviction, "keep_prompt": self.eviction}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {KEY: {name: x for name, x in own.items() if x is not None and told.get(name, x) is not None}}
+
+
+_TEXT = "a string", lambda value: isinstance(value, str)
+_KINDS = {
+    "keep_limit": ("a number of bytes", lambda value: type(value) is int and value > 0),
+    "budget": ("a number of tokens", lambda value: type(value) is int and value > 0),
+    "keep_prompt": ("true or false", lambda value: isinstance(value, bool)),
+}
+"""What values options may have, in words, and whether one is such a value."""
 
 
 def folding_layers(model: Any) -> int:

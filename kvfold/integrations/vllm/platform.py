@@ -83,6 +83,8 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig", options: Options) -> 
     """Raise on settings under which folded pages would not hold what the engine believes."""
     cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
     scheduler, transfer = vllm_config.scheduler_config.scheduler_cls, vllm_config.kv_transfer_config
+    if options.eviction is not None:
+        options.policy()  # its file is there, and its budget is enough
     own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     reasons = {
         f"drafts by {drafts and drafts.method!r} have layers of their own: only {', '.join(DRAFTS)} is folded":
@@ -93,6 +95,10 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig", options: Options) -> 
             transfer is not None and transfer.kv_connector != KEEPER,
         "pages of models with sliding windows are not kept: leave --keep out":
             options.keep is not None and _has_windows(vllm_config.model_config),
+        "what a request computes after it forgot something is no other's: give --keep or --eviction, not both":
+            options.keep is not None and options.eviction is not None,
+        "with stages, what all layers forget together is not known in time: leave --eviction or "
+        "--pipeline-parallel-size out": options.eviction is not None and parallel.pipeline_parallel_size > 1,
         f"kv_cache_dtype = {cache.cache_dtype!r} asks for another form of the cache: leave --kv-cache-dtype out":
             cache.cache_dtype not in ("auto", own_dtype),
         "context parallelism splits blocks between workers: leave its options out":

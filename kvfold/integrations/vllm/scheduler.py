@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which ends a request whose numbers broke, and no other."""
+"""vLLM's scheduler, which ends a request whose numbers broke, and gives back what requests forget."""
 
 from typing import Any
 
@@ -7,6 +7,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from kvfold.integrations.vllm.forgetting import folds, most_blocks
+from kvfold.integrations.vllm.options import Options
 
 logger = init_logger("vllm.kvfold")
 
@@ -17,7 +21,29 @@ class FoldedScheduler(Scheduler):  # type: ignore[misc]
     """Ends requests that the worker reports as broken (`ModelRunnerOutput.num_nans_in_logits`) with an error.
 
     None of the step's numbers reaches their clients, and the blocks that they wrote are not offered to others.
+
+    Blocks that the worker reports as forgotten (`forgotten`) go back to the pool, unless other requests have them, too.
+    What a request writes from then on depends on what it has forgotten, so no later block of it is offered to others.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = Options.of(self.vllm_config.additional_config)
+        self._forgetful: set[str] = set()  # running requests that have forgotten something
+        if options is None or options.eviction is None:
+            return
+        coordinator = self.kv_cache_manager.coordinator
+        groups = zip(coordinator.single_type_managers, self.kv_cache_config.kv_cache_groups, strict=True)
+        self._folded = [manager for manager, group in groups if folds(group.kv_cache_spec)]
+        for manager in self._folded:
+            manager.max_admission_blocks_per_request = most_blocks(options, self.vllm_config, manager.block_size)
+        cache_blocks = coordinator.cache_blocks
+
+        def cache_if_whole(request: Request, *args: Any, **kwargs: Any) -> None:
+            if request.request_id not in self._forgetful:
+                cache_blocks(request, *args, **kwargs)
+
+        coordinator.cache_blocks = cache_if_whole
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -30,7 +56,21 @@ class FoldedScheduler(Scheduler):  # type: ignore[misc]
         for output in (each for client in outputs.values() for each in client.outputs):
             if output.request_id in broken and output.finish_reason == FinishReason.ERROR:
                 output.stop_reason = f"kvfold: {BROKEN}"
+        for name, places in getattr(model_runner_output, "forgotten", {}).items():
+            if name in self.requests:  # else it ended with this step
+                self._forget(name, places)
         return outputs
+
+    def _forget(self, name: str, places: list[int]) -> None:
+        """Give blocks of a request back, from the last to the first, and put the null block in their places."""
+        self._forgetful.add(name)
+        for manager in self._folded:
+            for place in reversed(places):
+                manager._remove_blocks_in_range(name, place, place + 1)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        self._forgetful.discard(request.request_id)  # a preempted one begins again
+        super()._free_request_blocks(request)
 
     def _discard(self, name: str, computed: ModelRunnerOutput) -> None:
         """Take a request's part out of what a step computed, and let the request end in this update."""

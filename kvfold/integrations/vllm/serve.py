@@ -49,7 +49,7 @@ def serve_arguments(model: str, options: Options | None, rest: Sequence[str]) ->
     if KEY in config:
         raise ValueError(
             f"{CONFIG_OPTION} has {KEY} = {config[KEY]!r}, which kvfold serve writes itself: give --format, "
-            "--calibration and --keep in its place"
+            "--calibration, --keep and --eviction in its place"
         )
 
     arguments = ["serve", model]

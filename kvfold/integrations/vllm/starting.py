@@ -5,8 +5,10 @@ from pathlib import Path
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.shape import LayerShape
+from kvfold.eviction import TriAttention
 from kvfold.formats import get_formats
 from kvfold.integrations.models import load_config
+from kvfold.integrations.transformers.evicting import tri_attention_for
 from kvfold.integrations.transformers.shapes import layer_shapes
 from kvfold.integrations.vllm.options import FEWEST, Options
 from kvfold.integrations.vllm.words import Words
@@ -24,7 +26,12 @@ FEWEST_SEQUENCES, MOST = 4, 256
 
 def check_early(path: Path | None, options: Options, words: Words) -> None:
     """Raise what an engine of this model would raise after minutes; `path` is None if the model is not here yet."""
-    layers = 0 if path is None else len(_shapes_of(path))
+    shapes = () if path is None else _shapes_of(path)
+    layers = len(shapes)
+    if options.eviction is not None:
+        policy = options.policy()
+        if path is not None and layers and isinstance(policy, TriAttention):
+            tri_attention_for(policy, load_config(path), shapes, [i for i, shape in enumerate(shapes) if shape.folds])
     if options.calibration is not None:
         calibration = Calibration.load(options.calibration)
         if layers:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -14,9 +14,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.sketch import check_same
+from kvfold.eviction import Eviction
 from kvfold.integrations.text import standard_text
 from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
-from kvfold.integrations.vllm.counters import count_folds
+from kvfold.integrations.vllm.counters import count
+from kvfold.integrations.vllm.forgetting import NULL, Forgetting, policy_for
 from kvfold.integrations.vllm.identity import Identity
 from kvfold.integrations.vllm.keeping import KeptBlocks
 from kvfold.integrations.vllm.options import FEWEST, Options, drafts_of
@@ -29,7 +31,14 @@ PASSAGES, PASSAGE = 4, 1_024
 
 
 class FoldedWorker(CPUWorker):  # type: ignore[misc]
-    """Gives tails back when their requests end, tells which requests broke, counts tails, and fits formats."""
+    """Gives tails back when their requests end, tells which requests broke, counts tails, and fits formats.
+
+    Where requests forget, it chooses what, and tells.
+    """
+
+    _policy: Eviction | None = None  # by which requests forget
+    _forgetting: Forgetting | None = None  # once the pool is in use
+    _scheduled: SchedulerOutput | None = None  # the step that `sample_tokens` ends
 
     def determine_available_memory(self) -> int:
         """Bytes for the pool: what the user granted, less the tails."""
@@ -66,6 +75,10 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         options = Options.of(self.vllm_config.additional_config)
         assert options is not None
         formats = options.formats(self.model_config.get_head_size())
+        if options.eviction is not None:
+            ranks = self.parallel_config.tensor_parallel_size
+            own = self.model_config.hf_text_config, sorted(layers), self.rank % ranks, ranks
+            self._policy = policy_for(options, *own)
         identity = Identity(self.vllm_config, self.rank)
         if formats.awaits_fit or formats.needs_calibration:  # the same in all stages, which read together
             if options.calibration is not None:
@@ -81,8 +94,11 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """A step; requests that ended or lost their blocks give their tails back first."""
+        self._scheduled = scheduler_output
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         for request in gone & self.model_runner.requests.keys():
+            if self._forgetting is not None:
+                self._forgetting.end(request)
             for group, blocks in enumerate(self.model_runner.requests[request].block_ids):
                 for builder in self._builders(group):
                     builder.release(blocks)
@@ -90,7 +106,8 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         result = super().execute_model(scheduler_output)
         if self.rank % self.parallel_config.tensor_parallel_size == 0:  # other ranks fold other heads of the same pages
             folds = sum(builder.pages_folded * len(builder.layer_names) for builder in self._builders())
-            count_folds(folds, self.parallel_config.data_parallel_index, self.rank)
+            forgotten = 0 if self._forgetting is None else self._forgetting.tokens
+            count(folds, forgotten, self.parallel_config.data_parallel_index, self.rank)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -99,7 +116,41 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
         output = super().sample_tokens(grammar_output)
         if broken:
             output.num_nans_in_logits = broken
+        if forgotten := dict(self._forget(broken)):
+            output.forgotten = forgotten
         return output
+
+    def _forget(self, broken: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
+        """Which blocks sound requests of the step forget at its end."""
+        step, runner = self._scheduled, self.model_runner
+        if self._policy is None or step is None:
+            return
+        if self._forgetting is None:
+            self._forgetting = self._begin_to_forget(self._policy)
+        for request, new in step.num_scheduled_tokens.items():
+            if request in broken or request not in runner.requests:
+                continue
+            state, drafts = runner.requests[request], len(step.scheduled_spec_decode_tokens.get(request, ()))
+            places = self._forgetting.after(request, state, state.num_computed_tokens + new - drafts)
+            if not places:
+                continue
+            row = runner.input_batch.req_id_to_index[request]
+            for group in self._forgetting.groups:
+                runner.input_batch.block_table[group].get_numpy_array()[row, places] = NULL
+            yield request, places
+
+    def _begin_to_forget(self, policy: Eviction) -> Forgetting:
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        impls, layers = dict(self._layers()), {}
+        for group, spec in enumerate(self.model_runner.kv_cache_config.kv_cache_groups):
+            for name in spec.layer_names:
+                if name in impls and (paged := impls[name].paged) is not None:
+                    layers[extract_layer_index(name)] = group, paged
+        options = Options.of(self.vllm_config.additional_config)
+        assert options is not None
+        across = _highest if self.parallel_config.tensor_parallel_size > 1 else None
+        return Forgetting(policy, options.keep_prompt, layers, across)
 
     def _broken(self, state: Any) -> dict[str, int]:
         """How many of each request's hidden states are not finite, of those that logits are computed from."""
@@ -246,3 +297,10 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             )  # fmt: skip
             if requests:
                 super().sample_tokens(None)
+
+
+def _highest(scores: torch.Tensor) -> torch.Tensor:
+    """The highest of all tensor parallel workers' scores."""
+    highest = scores.contiguous()
+    torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    return highest
