@@ -19,13 +19,16 @@ from kvfold.cache.policy import Policy
 from kvfold.cache.report import CacheReport
 from kvfold.cli.options import (
     DENSE,
+    CacheLimit,
     CalibrationFile,
     Dtype,
     Format,
+    MemoryLimit,
     Model,
     RuntimeName,
     Sliding,
     Weights,
+    WiredLimit,
     check_format,
     check_runtime,
     counted,
@@ -69,13 +72,6 @@ Budget = Annotated[
         help="With --eviction: tokens that each head of a layer keeps, 261 or more; 2048 by default.",
     ),
 ]
-CacheLimit = Annotated[
-    int | None, typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself.")
-]
-MemoryLimit = Annotated[
-    int | None, typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps.")
-]
-WiredLimit = Annotated[int | None, typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped.")]
 
 
 def generate(

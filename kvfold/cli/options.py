@@ -43,6 +43,14 @@ RuntimeName = Annotated[
     str, typer.Option("--runtime", help=escape("torch, or mlx (pip install 'kvfold[mlx]'): what runs the model."))
 ]
 
+CacheLimit = Annotated[
+    int | None, typer.Option("--cache-limit-mb", help="mlx: MiB of freed memory that MLX keeps for itself.")
+]
+MemoryLimit = Annotated[
+    int | None, typer.Option("--memory-limit-mb", help="mlx: MiB that MLX takes in all before it waits, or swaps.")
+]
+WiredLimit = Annotated[int | None, typer.Option("--wired-limit-mb", help="mlx, on Macs: MiB that are never swapped.")]
+
 Sliding = Annotated[bool, typer.Option("--sliding", help="Fold layers with a sliding window, too.")]
 
 TextFile = Annotated[

@@ -1,14 +1,18 @@
-"""`kvfold serve`: vLLM's server with a folded KV cache."""
+"""`kvfold serve`: vLLM's server, or mlx-lm's, with a folded KV cache."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvfold.cli.options import DENSE, parse_bytes
+from kvfold.cache.calibration import Calibration
+from kvfold.cache.policy import Policy
+from kvfold.cli.options import DENSE, CacheLimit, Dtype, MemoryLimit, WiredLimit, parse_bytes, parse_dtype
 from kvfold.formats import DEFAULT, check_names
 from kvfold.integrations.vllm.options import BUDGET, STREAMING, Options
 from kvfold.integrations.vllm.serve import run, serve_arguments
+
+RUNTIMES = ("vllm", "mlx")
 
 
 def serve(
@@ -23,17 +27,22 @@ def serve(
         str | None,
         typer.Option(help="A file of `kvfold calibrate`; by default the engine reads a text at its first start."),
     ] = None,
+    runtime: Annotated[
+        str, typer.Option(help="vllm, or mlx (Macs; pip install 'kvfold[mlx]'): whose server.")
+    ] = "vllm",
+    dtype: Dtype = None,
     keep: Annotated[
         Path | None,
-        typer.Option(help="A folder for pages that outlive the server, and that several servers may share."),
+        typer.Option(help="vllm: a folder for pages that outlive the server, and that several servers may share."),
     ] = None,
     keep_limit: Annotated[
-        str, typer.Option(help="How much the folder may take, such as 500MB. What was used longest ago goes first.")
+        str,
+        typer.Option(help="vllm: how much the folder may take, such as 500MB. What was used longest ago goes first."),
     ] = "20GB",
     eviction: Annotated[
         str | None,
         typer.Option(
-            help="Let requests forget: by a TRIA file of `kvfold calibrate --eviction`, or "
+            help="vllm: let requests forget: by a TRIA file of `kvfold calibrate --eviction`, or "
             '"streaming", all but the first tokens and the newest.'
         ),
     ] = None,
@@ -43,18 +52,34 @@ def serve(
     keep_prompt: Annotated[
         bool, typer.Option("--keep-prompt", help="With --eviction: the prompt stays, and the budget is for the rest.")
     ] = False,
+    cache_limit: CacheLimit = None,
+    memory_limit: MemoryLimit = None,
+    wired_limit: WiredLimit = None,
 ) -> None:
-    """Serve a model with vLLM on a CPU, its KV cache folded: OpenAI's API on 127.0.0.1:8000.
+    """Serve a model with its KV cache folded, by OpenAI's API: with vLLM on a CPU, or with mlx-lm on a Mac.
 
-    Every other option goes to `vllm serve` as it is: --port, --api-key, --ssl-keyfile, --max-model-len,
-    --kv-cache-memory-bytes, --max-num-seqs, --tensor-parallel-size, … (docs/serving.md).
+    Every other option goes to the server as it is. vLLM's, on 127.0.0.1:8000 (docs/serving.md): --port, --api-key,
+    --ssl-keyfile, --max-model-len, --kv-cache-memory-bytes, --max-num-seqs, --tensor-parallel-size, … mlx-lm's, on
+    127.0.0.1:8080 (docs/mlx.md): --port, --prompt-cache-bytes, --decode-concurrency, --temp, …
 
     kvfold serve smollm2 --kv-cache-memory-bytes 1G
 
     curl 127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     """
-    options = None
+    if runtime not in RUNTIMES:
+        raise ValueError(f"runtime = {runtime!r}: choose one of {', '.join(RUNTIMES)}")
+    limits = {"cache_limit_mb": cache_limit, "memory_limit_mb": memory_limit, "wired_limit_mb": wired_limit}
+    of_vllm = {"keep": keep, "eviction": eviction, "budget": budget, "keep_prompt": keep_prompt or None}
+    for only, own in (("vllm", of_vllm), ("mlx", limits)):
+        for name, given in own.items():
+            if runtime != only and given is not None:
+                raise ValueError(
+                    f"{name} = {given}, and runtime = {runtime!r}: it is for runtime {only!r}; leave one out"
+                )
+    if runtime == "mlx":
+        return _by_mlx(model, format, calibration, dtype, list(limits.values()), context.args)
+    options, rest = None, context.args if dtype is None else [*context.args, "--dtype", dtype]
     if budget is not None and eviction is None:
         raise ValueError(f"budget = {budget}, but no --eviction: give a TRIA file, or {STREAMING!r}")
     if format != DENSE:
@@ -66,4 +91,17 @@ def serve(
     for name, given in {"calibration": calibration, "keep": keep, "eviction": eviction}.items():
         if format == DENSE and given is not None:
             raise ValueError(f"{name}: format = 'dense' folds nothing; leave --{name} out, or name a format")
-    run(serve_arguments(model, options, context.args), folds=options is not None)
+    run(serve_arguments(model, options, rest), folds=options is not None)
+
+
+def _by_mlx(
+    model: str, format: str, calibration: str | None, dtype: str | None, limits: list[int | None], rest: list[str]
+) -> None:
+    """`kvfold serve --runtime mlx`."""
+    from kvfold.integrations.mlx.prompt import set_memory_limits
+    from kvfold.integrations.mlx.serve import serve as serve_by_mlx
+
+    policy = Policy(format)
+    set_memory_limits(*limits)
+    measured = None if calibration is None else Calibration.load(calibration)
+    serve_by_mlx(model, policy, measured, parse_dtype(dtype), rest)

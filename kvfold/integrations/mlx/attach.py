@@ -31,6 +31,17 @@ class FoldedHandle:
         self.shape = (*like.shape[:2], appended.layer.columns, like.shape[3])
         self.ndim = 4
 
+    def read(
+        self, queries: mx.array, values: "FoldedHandle", scale: float, mask: mx.array | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention over these keys and their values; without a mask it is causal."""
+        with self.reading():
+            return attend(queries, self.appended, scaling=scale, mask=mask, sink_logits=sinks)
+
+    def belongs_to(self, values: "FoldedHandle") -> bool:
+        """Whether these are keys, and those the values that came with them."""
+        return self.appended is values.appended and (self.part, values.part) == (0, 1)
+
     def astype(self, dtype: mx.Dtype) -> "FoldedHandle":
         """Itself: folded keys and values are read in float32, whatever they came as."""
         return self
@@ -57,11 +68,7 @@ def _attention(
 ) -> mx.array:
     if not isinstance(keys, FoldedHandle):
         return _THEIRS(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
-    if (
-        not isinstance(values, FoldedHandle)
-        or values.appended is not keys.appended
-        or (keys.part, values.part) != (0, 1)
-    ):
+    if type(values) is not type(keys) or not keys.belongs_to(values):
         raise TypeError("folded keys come with values that are not theirs: this model mixes caches in a way of its own")
     if isinstance(mask, str):
         if mask != "causal":
@@ -69,8 +76,7 @@ def _attention(
         mask = None
     elif mask is None and queries.shape[2] > 1:  # in mlx-lm, None lets all queries read all keys
         mask = mx.ones((queries.shape[2], keys.shape[2]), mx.bool_)
-    with keys.reading():
-        return attend(queries, keys.appended, scaling=scale, mask=mask, sink_logits=sinks)
+    return keys.read(queries, values, scale, mask, sinks)
 
 
 def attach(model: nn.Module | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ KIND = "kvfold-mlx-3"
 class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
     """One folded layer as mlx-lm sees it: `make_prompt_cache` makes a list of them.
 
-    Not batched with others by mlx-lm's server (it has no `merge`), and not quantised again.
+    mlx-lm's server batches it with those of other requests (`merge`).
     """
 
     def __init__(self, layer: ArrayLayer, passes: Passes | None = None) -> None:
@@ -77,6 +78,12 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of `N` new tokens, as mlx-lm's own caches give it."""
         return theirs.create_attention_mask(N, self.offset, return_array, window_size)
+
+    def merge(self, caches: "Sequence[FoldedKVCache]") -> Any:
+        """This layer's caches of several requests as one batch's: `FoldedBatchCache`."""
+        from kvfold.integrations.mlx.batch import FoldedBatchCache
+
+        return FoldedBatchCache.merge(caches)
 
     def is_trimmable(self) -> bool:
         """True: see `trim`."""

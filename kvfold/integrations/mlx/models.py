@@ -32,13 +32,18 @@ def load_mlx_model(name: str | os.PathLike[str], dtype: torch.dtype | None = Non
     ValueError
         If mlx-lm takes other layers for sliding windows than the config says.
     """
-    folder = model_folder(name, dtype)
-    config = read_config(folder)
-    model, tokenizer = load(str(folder), model_config=config_as_before(config))[:2]
-    _check_windows(model, config.get("text_config") or config)
+    model, tokenizer = load_mlx_folder(str(model_folder(name, dtype)))[:2]
     if dtype is not None:
         model.set_dtype(ARRAY_DTYPES[dtype])
     return model, tokenizer
+
+
+def load_mlx_folder(folder: str, **options: Any) -> tuple[Any, ...]:
+    """What `mlx_lm.load` makes of a folder, with the config's names as mlx-lm knows them; ValueError on windows."""
+    config = read_config(Path(folder))
+    loaded = load(folder, model_config=config_as_before(config), **options)
+    _check_windows(loaded[0], config.get("text_config") or config)
+    return loaded
 
 
 def _check_windows(model: Any, config: dict[str, Any]) -> None:

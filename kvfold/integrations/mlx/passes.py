@@ -24,11 +24,12 @@ class Passes:
         self.broken: str | None = None  # why one of the layers did not take the tokens that others took
         self.trace = False  # whether the log has said that a trim left a trace
         self.budgets: PromptBudgets | None = None  # those that give bits to layers that were loaded
+        self._copy: Passes | None = None  # those of a copy that is being made, layer by layer
         self._layers: WeakValueDictionary[int, ArrayLayer] = WeakValueDictionary()
         self._last: tuple[float, int, int] = inf, 0, 0  # the layer that changed last, and its tokens before and after
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name not in ("_layers", "_last")}
+        return {name: x for name, x in vars(self).items() if name not in ("_layers", "_last", "_copy")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -46,6 +47,13 @@ class Passes:
             passes.budgets.join(own.formats)
             layer.config = replace(layer.config, budgets=passes.budgets)
         return passes
+
+    def of_copy(self, index: int) -> "Passes":
+        """The passes of a copy of the whole prompt cache, to which its layer `index` is about to be added."""
+        if self._copy is None or index in self._copy._layers:
+            self._copy = Passes()
+            self._copy.broken, self._copy.trace = self.broken, self.trace
+        return self._copy
 
     def join(self, layer: ArrayLayer) -> None:
         """Let this layer take part."""

@@ -1,0 +1,71 @@
+"""mlx-lm's own server, whose prompt caches are folded."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from mlx_lm import server
+
+from kvfold.cache.calibration import Calibration
+from kvfold.cache.mlx import ARRAY_DTYPES
+from kvfold.cache.policy import Policy
+from kvfold.integrations.mlx.cache import make_prompt_cache
+from kvfold.integrations.mlx.models import load_mlx_folder, model_folder
+
+REFUSED = ("--kv-bits", "--kv-group-size", "--quantized-kv-start")
+"""Options of mlx-lm's server for a quantised cache of its own."""
+
+
+def serve(
+    name: str, policy: Policy, calibration: Calibration | None, dtype: torch.dtype | None, rest: Sequence[str]
+) -> None:
+    """Run mlx-lm's server in this process, with `rest` of its command line.
+
+    Clients may call the model by `name`; other names are mlx-lm's to load.
+
+    Raises
+    ------
+    ValueError
+        If `rest` names a model or another form of the cache.
+    FileNotFoundError, OSError
+        If there is no such model.
+    """
+    given = {word.partition("=")[0] for word in rest}
+    if "--model" in given:
+        raise ValueError("--model: kvfold serve takes the model as its first argument; leave --model out")
+    for option in REFUSED:
+        if option in given:
+            raise ValueError(f"{option}: this cache is folded already; leave it out, or choose another --format")
+    folder = str(model_folder(name, dtype))
+
+    class Provider(server.ModelProvider):  # type: ignore[misc]
+        """Models by mlx-lm, of which this one has its name."""
+
+        def __init__(self, arguments: Any) -> None:
+            super().__init__(arguments)
+            for known in (self._model_map, self._adapter_map, self._draft_model_map):
+                known[name] = known["default_model"]
+
+    def load(path: str, adapter_path: str | None = None, **options: Any) -> Any:
+        model, *others = load_mlx_folder(path, adapter_path=adapter_path, **options)
+        if dtype is not None:
+            model.set_dtype(ARRAY_DTYPES[dtype])
+        return model, *others
+
+    def folded(model: Any, max_kv_size: int | None = None) -> list[Any]:
+        return make_prompt_cache(model, policy=policy, calibration=calibration)
+
+    server.ModelProvider, server.load = Provider, load
+    for module in (server, import_module("mlx_lm.generate")):
+        setattr(module, "make_prompt_cache", folded)  # noqa: B010  # mypy knows no such name in any module
+    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # its list of models looks there, and fails if it is not there
+    for end in ("SIGTERM", "SIGHUP"):  # its thread that generates ends with Ctrl-C only
+        if hasattr(signal, end):
+            signal.signal(getattr(signal, end), signal.default_int_handler)
+    sys.argv = ["mlx_lm.server", "--model", folder, *rest]
+    server.main()
