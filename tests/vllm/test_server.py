@@ -18,6 +18,8 @@ import openai
 import psutil
 import pytest
 
+from kvfold.integrations.vllm.counters import FOLDER, count
+
 KEY = "a-key-for-tests"
 LONGEST = 2048
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -202,8 +204,12 @@ def test_when_its_worker_dies_the_server_ends_and_says_so(server: Server) -> Non
     assert not psutil.wait_procs(family[1:], 30)[1]
 
 
-def test_metrics_of_several_engines_behind_several_servers(tiny_llama: Path, tmp_path: Path) -> None:
-    """Whichever server is asked, and by whichever engine a request was served."""
+def test_metrics_of_several_engines_behind_several_servers(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever server is asked, by whichever engine a request was served, and whatever another engine here counts."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    count(1000, 0, 0, 0)
     options = ["--data-parallel-size", 2, "--api-server-count", 2, "--kv-cache-memory-bytes", "64M", "--enforce-eager"]
     own = ["--served-model-name", "tiny", "--format", "turboquant-4", "--dtype", "bfloat16"]
     with _serving(tmp_path / "log", tiny_llama, *own, *options) as server:

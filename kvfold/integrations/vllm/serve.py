@@ -10,6 +10,7 @@ from pathlib import Path
 from kvfold.cache.files.contents import FLOATS
 from kvfold.integrations.models import DEMO_NAME, GGUF, demo_file, gguf_of, local_path
 from kvfold.integrations.unpacking import UNPACKED, unpacked_folder
+from kvfold.integrations.vllm import counters
 from kvfold.integrations.vllm.options import KEY, Options
 from kvfold.integrations.vllm.starting import check_early, memory_for_cache, sequences_for
 from kvfold.integrations.vllm.words import CONFIG_OPTION, Words
@@ -100,6 +101,7 @@ def run(arguments: Sequence[str], *, folds: bool) -> None:
             f"format: vLLM runs on {type(current_platform).__name__} here, and kvfold folds on CPUs only so far; take "
             "--format dense. On a CPU: VLLM_PLUGINS must name kvfold if it is set, and VLLM_TARGET_DEVICE must not be"
         )
+    os.environ.pop(counters.FOLDER, None)  # of an engine in the process that started this one
     sys.argv = ["vllm", *arguments]
     main()
 
