@@ -15,6 +15,7 @@ import kvfold
 from kvfold.cache.policy import Policy
 from kvfold.cache.pool.layout import WINDOW
 from kvfold.eviction import Eviction, StreamingLLM, TriAttention
+from kvfold.integrations.vllm.forgetting import folds
 
 FORMAT = "turboquant-4"
 BUDGET, CHUNK, PAGE = 512, 512, 64
@@ -66,7 +67,7 @@ def _scheduler(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def _run(llm: LLM, prompts: dict[str, list[int]], new: int) -> Steps:
+def _run(llm: LLM, prompts: dict[str, list[int]], new: int, group: int = 0) -> Steps:
     """Step by step."""
     engine, scheduler = llm.llm_engine, _scheduler(llm)
     pool, manager = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_manager
@@ -79,9 +80,10 @@ def _run(llm: LLM, prompts: dict[str, list[int]], new: int) -> Steps:
             steps.tokens[output.request_id] = list(output.outputs[0].token_ids)
         steps.blocks.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
         for request in scheduler.requests.values():
-            table = manager.get_block_ids(request.request_id)[0]
+            table = manager.get_block_ids(request.request_id)[group]
             name = next(name for name in prompts if request.request_id.startswith(name))
-            steps.tables[name].append([number or None for number in table])
+            if table:
+                steps.tables[name].append([number or None for number in table])
     return steps
 
 
@@ -199,3 +201,39 @@ def test_a_long_conversation_in_a_small_pool(tiny_llama: Path, statistics: Path)
         both = _run(llm, {"two": ids[1][:6000], "three": ids[2][:6000]}, 300)
         assert max(both.blocks) > (2048 + CHUNK) // PAGE, "they ran together"
         assert counted(llm, "num_preemptions") == 0
+
+
+def test_windows_stay_as_they_are(tiny_gemma3: Path, tiny_ids: list[int]) -> None:
+    """Where blocks are larger because of windows, whole blocks go, of the layers that fold only; and nothing leaks."""
+    with _engine(tiny_gemma3, "streaming") as llm:
+        scheduler = _scheduler(llm)
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        (folded,) = (i for i, group in enumerate(groups) if folds(group.kv_cache_spec))
+        size = groups[folded].kv_cache_spec.block_size
+        assert size > PAGE
+        steps = _run(llm, {"one": tiny_ids[:1500]}, 150, group=folded)
+        gone = _forgotten(steps.tables["one"][-1])
+        print(f"\nblocks of {size} tokens; gone: {sorted(gone)}")
+        assert gone == set(range(1, max(gone) + 1))
+        held = len(steps.tables["one"][-1]) - len(gone)
+        assert (held - 1) * size <= BUDGET + 128
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        whole = ask(llm, [tiny_ids[:400]], 40)[0].tokens
+    with engine(tiny_gemma3, FORMAT, in_process=True, **LONG) as llm:
+        assert ask(llm, [tiny_ids[:400]], 40)[0].tokens == whole, "a request within its budget forgets nothing"
+
+
+def test_preempted_requests_begin_again(tiny_llama: Path, tiny_ids: list[int]) -> None:
+    """In a pool that is too small for all answers with their prompts; nothing is lost, and nothing leaks."""
+    prompts = {name: tiny_ids[at : at + 900] for name, at in (("a", 0), ("b", 1000), ("c", 2000))}
+    options = {"keep_prompt": True, "budget": 320, "kv_cache_memory_bytes": 6 << 20, "max_num_seqs": 4}
+    with _engine(tiny_llama, "streaming", **options) as llm:
+        pool = _scheduler(llm).kv_cache_manager.block_pool
+        steps = _run(llm, prompts, 700)
+        print(f"\n{pool.num_gpu_blocks} blocks, {counted(llm, 'num_preemptions')} preemptions")
+        assert counted(llm, "num_preemptions") > 0
+        assert {name: len(tokens) for name, tokens in steps.tokens.items()} == dict.fromkeys(prompts, 700)
+        assert all(_forgotten(tables[-1]) for tables in steps.tables.values())
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert slots_in_use(llm) == 0
