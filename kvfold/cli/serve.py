@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
@@ -28,7 +29,7 @@ def serve(
         typer.Option(help="A file of `kvfold calibrate`; by default the engine reads a text at its first start."),
     ] = None,
     runtime: Annotated[
-        str, typer.Option(help="vllm, or mlx (Macs; pip install 'kvfold[mlx]'): whose server.")
+        str, typer.Option(help=escape("vllm, or mlx (Macs; pip install 'kvfold[mlx]'): whose server."))
     ] = "vllm",
     dtype: Dtype = None,
     keep: Annotated[
