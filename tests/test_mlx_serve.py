@@ -281,6 +281,7 @@ def test_prompts_are_reused_folded(server: Server) -> None:
         (("--runtime", "jax"), "runtime = 'jax': choose one of vllm, mlx"),
         (("--cache-limit-mb", "3"), "cache_limit_mb = 3, and runtime = 'vllm': it is for runtime 'mlx'"),
         (("--budget", "900"), "budget = 900, but no --eviction"),
+        (("--keep-limit", "1GB"), "keep_limit = '1GB', but no --keep: name the folder"),
     ],
 )
 def test_errors_of_the_command_line(arguments: tuple[str, ...], message: str) -> None:

@@ -10,7 +10,7 @@ from kvfold.cache.calibration import Calibration
 from kvfold.cache.policy import Policy
 from kvfold.cli.options import DENSE, CacheLimit, Dtype, MemoryLimit, WiredLimit, parse_bytes, parse_dtype
 from kvfold.formats import DEFAULT, check_names
-from kvfold.integrations.vllm.options import BUDGET, STREAMING, Options
+from kvfold.integrations.vllm.options import BUDGET, KEEP_LIMIT, STREAMING, Options
 from kvfold.integrations.vllm.serve import run, serve_arguments
 
 RUNTIMES = ("vllm", "mlx")
@@ -37,9 +37,12 @@ def serve(
         typer.Option(help="vllm: a folder for pages that outlive the server, and that several servers may share."),
     ] = None,
     keep_limit: Annotated[
-        str,
-        typer.Option(help="vllm: how much the folder may take, such as 500MB. What was used longest ago goes first."),
-    ] = "20GB",
+        str | None,
+        typer.Option(
+            help="With --keep: how much the folder may take, such as 500MB; 20GB by default. What was used longest ago "
+            "goes first."
+        ),
+    ] = None,
     eviction: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +74,10 @@ def serve(
     if runtime not in RUNTIMES:
         raise ValueError(f"runtime = {runtime!r}: choose one of {', '.join(RUNTIMES)}")
     limits = {"cache_limit_mb": cache_limit, "memory_limit_mb": memory_limit, "wired_limit_mb": wired_limit}
-    of_vllm = {"keep": keep, "eviction": eviction, "budget": budget, "keep_prompt": keep_prompt or None}
+    of_vllm = {
+        "keep": keep, "keep_limit": keep_limit, "eviction": eviction, "budget": budget,
+        "keep_prompt": keep_prompt or None,
+    }  # fmt: skip
     for only, own in (("vllm", of_vllm), ("mlx", limits)):
         for name, given in own.items():
             if runtime != only and given is not None:
@@ -83,11 +89,13 @@ def serve(
     options, rest = None, context.args if dtype is None else [*context.args, "--dtype", dtype]
     if budget is not None and eviction is None:
         raise ValueError(f"budget = {budget}, but no --eviction: give a TRIA file, or {STREAMING!r}")
+    if keep_limit is not None and keep is None:
+        raise ValueError(f"keep_limit = {keep_limit!r}, but no --keep: name the folder")
     if format != DENSE:
         check_names(format)
         folder = None if keep is None else str(keep.absolute())
         by = str(Path(eviction).absolute()) if eviction not in (None, STREAMING) else eviction
-        limit = parse_bytes(keep_limit, "keep_limit")
+        limit = KEEP_LIMIT if keep_limit is None else parse_bytes(keep_limit, "keep_limit")
         options = Options(format, calibration, folder, limit, by, budget or BUDGET, keep_prompt)
     for name, given in {"calibration": calibration, "keep": keep, "eviction": eviction}.items():
         if format == DENSE and given is not None:

@@ -12,6 +12,8 @@ from kvfold.formats import DEFAULT, FormatPair, check_names, get_formats
 KEY = "kvfold"
 FEWEST = 128
 """Tokens that an engine must read at a time to fit formats to them."""
+KEEP_LIMIT = 20 * 10**9
+"""Bytes of kept pages."""
 BUDGET = 2048
 """Tokens that a request keeps where it forgets: the number of TriAttention's paper."""
 STREAMING = "streaming"
@@ -30,7 +32,7 @@ class Options:
     calibration: str | None = None
     # Folder of pages that outlive the engine (`kvfold.integrations.vllm.keeping`), and how many bytes it may take.
     keep: str | None = None
-    keep_limit: int = 20 * 10**9
+    keep_limit: int = KEEP_LIMIT
     # What requests forget by: a TRIA file of `kvfold calibrate --eviction`, or `STREAMING`; None: nothing is forgotten.
     # How many tokens each keeps, and whether its prompt stays beside those.
     eviction: str | None = None
