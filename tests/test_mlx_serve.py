@@ -31,9 +31,10 @@ from mlx_lm.models import cache as theirs
 import kvfold.integrations.mlx  # before MLX: torch's BLAS
 from kvfold.cache.budgets import FEWEST
 from kvfold.integrations.mlx import make_prompt_cache
-from kvfold.integrations.mlx.batch import FoldedBatchCache
+from kvfold.integrations.mlx.batch import BATCHES, FoldedBatchCache
 
 generating = import_module("mlx_lm.generate")
+batched = pytest.mark.skipif(not BATCHES, reason="this mlx-lm puts dense caches into its batches, whatever it is given")
 NEW = 24
 LENGTHS = (5, 300, 129, 270)
 
@@ -95,6 +96,7 @@ class Batch:
 
 
 @pytest.mark.contract
+@batched
 @pytest.mark.parametrize("format", ["kvfold-4", "turboquant-4"])
 def test_a_batch_says_what_each_says_alone(network: Any, prompts: list[list[int]], format: str) -> None:
     """Prompts of unequal lengths, some of which come while others are answered; caches go on alone afterwards."""
@@ -169,6 +171,16 @@ def test_what_batches_do_not_take(network: Any) -> None:
         folded.prepare(left_padding=[3])
     assert not folded.is_trimmable()
     assert folded.empty()
+
+
+@pytest.mark.contract
+@pytest.mark.skipif(BATCHES, reason="this mlx-lm makes batches of the caches that it is given")
+def test_older_mlx_lm_is_refused() -> None:
+    """It would batch dense caches in silence."""
+    assert not hasattr(kvfold.integrations.mlx.FoldedKVCache, "merge")
+    result = run_kvfold("serve", "smollm2", "--runtime", "mlx")
+    assert result.returncode == 1
+    assert "puts dense caches in the place of those that it is given" in result.stderr.replace("\n", " ")
 
 
 # The server

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,9 @@ from kvfold.integrations.mlx.attach import FoldedHandle, require_attached
 from kvfold.integrations.mlx.layer import FoldedKVCache
 
 logger = logging.getLogger("kvfold")
+
+BATCHES = hasattr(import_module("mlx_lm.generate"), "PromptProcessingBatch")
+"""Whether this mlx-lm makes batches of the caches that it is given. Before 0.32 it put dense ones in their place."""
 
 
 class BatchHandle(FoldedHandle):
@@ -175,3 +179,8 @@ class FoldedBatchCache(theirs._BaseCache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of all rows' own arrays."""
         return sum(row.nbytes for row in self.rows)
+
+
+if BATCHES:
+    # mlx-lm asks a cache whether it has this method, and calls it on the first of several.
+    FoldedKVCache.merge = lambda self, caches: FoldedBatchCache.merge(caches)

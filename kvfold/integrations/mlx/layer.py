@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +21,7 @@ KIND = "kvfold-mlx-3"
 class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
     """One folded layer as mlx-lm sees it: `make_prompt_cache` makes a list of them.
 
-    mlx-lm's server batches it with those of other requests (`merge`).
+    Where mlx-lm makes batches of the caches that it is given (from 0.32 on), it is batched by `merge`.
     """
 
     def __init__(self, layer: ArrayLayer, passes: Passes | None = None) -> None:
@@ -78,12 +77,6 @@ class FoldedKVCache(theirs._BaseCache):  # type: ignore[misc]
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of `N` new tokens, as mlx-lm's own caches give it."""
         return theirs.create_attention_mask(N, self.offset, return_array, window_size)
-
-    def merge(self, caches: "Sequence[FoldedKVCache]") -> Any:
-        """This layer's caches of several requests as one batch's: `FoldedBatchCache`."""
-        from kvfold.integrations.mlx.batch import FoldedBatchCache
-
-        return FoldedBatchCache.merge(caches)
 
     def is_trimmable(self) -> bool:
         """True: see `trim`."""

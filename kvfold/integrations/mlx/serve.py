@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from mlx_lm import server
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.mlx import ARRAY_DTYPES
 from kvfold.cache.policy import Policy
+from kvfold.integrations.mlx.batch import BATCHES
 from kvfold.integrations.mlx.cache import make_prompt_cache
 from kvfold.integrations.mlx.models import load_mlx_folder, model_folder
 
@@ -31,10 +33,15 @@ def serve(
     Raises
     ------
     ValueError
-        If `rest` names a model or another form of the cache.
+        If `rest` names a model or another form of the cache, or mlx-lm is too old.
     FileNotFoundError, OSError
         If there is no such model.
     """
+    if not BATCHES:
+        raise ValueError(
+            f"mlx-lm {version('mlx-lm')} puts dense caches in the place of those that it is given: pip install "
+            "'mlx-lm>=0.32'"
+        )
     given = {word.partition("=")[0] for word in rest}
     if "--model" in given:
         raise ValueError("--model: kvfold serve takes the model as its first argument; leave --model out")
