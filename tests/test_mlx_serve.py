@@ -32,6 +32,7 @@ import kvfold.integrations.mlx  # before MLX: torch's BLAS
 from kvfold.cache.budgets import FEWEST
 from kvfold.integrations.mlx import make_prompt_cache
 from kvfold.integrations.mlx.batch import BATCHES, FoldedBatchCache
+from kvfold.integrations.mlx.serve import SoundPrompts
 
 generating = import_module("mlx_lm.generate")
 batched = pytest.mark.skipif(not BATCHES, reason="this mlx-lm puts dense caches into its batches, whatever it is given")
@@ -148,6 +149,10 @@ def test_a_broken_row_breaks_no_other(network: Any, prompts: list[list[int]], ca
         batch.run()
     assert [batch.said[uids[0]], batch.said[uids[2]]] == alone
     assert "a request's cache is broken, and its answer means nothing" in caplog.text
+    kept = SoundPrompts()
+    for uid, prompt in zip(uids, (prompts[1], prompts[2], prompts[3]), strict=True):
+        kept.insert_cache("model", prompt, batch.caches[uid])
+    assert len(kept) == 2
 
 
 def test_a_batch_holds_a_quarter(network: Any) -> None:
@@ -293,6 +298,8 @@ def test_prompts_are_reused_folded(server: Server) -> None:
         (("--runtime", "jax"), "runtime = 'jax': choose one of vllm, mlx"),
         (("--cache-limit-mb", "3"), "cache_limit_mb = 3, and runtime = 'vllm': it is for runtime 'mlx'"),
         (("--budget", "900"), "budget = 900, but no --eviction"),
+        (("--format", "dense", "--keep-prompt"), "keep_prompt = True, but no --eviction"),
+        (("--budget", "0", "--eviction", "streaming"), "budget = 0"),
         (("--keep-limit", "1GB"), "keep_limit = '1GB', but no --keep: name the folder"),
     ],
 )

@@ -87,8 +87,9 @@ def serve(
     if runtime == "mlx":
         return _by_mlx(model, format, calibration, dtype, list(limits.values()), context.args)
     options, rest = None, context.args if dtype is None else [*context.args, "--dtype", dtype]
-    if budget is not None and eviction is None:
-        raise ValueError(f"budget = {budget}, but no --eviction: give a TRIA file, or {STREAMING!r}")
+    for name, of_eviction in {"budget": budget, "keep_prompt": keep_prompt or None}.items():
+        if of_eviction is not None and eviction is None:
+            raise ValueError(f"{name} = {of_eviction}, but no --eviction: give a TRIA file, or {STREAMING!r}")
     if keep_limit is not None and keep is None:
         raise ValueError(f"keep_limit = {keep_limit!r}, but no --keep: name the folder")
     if format != DENSE:
@@ -96,7 +97,7 @@ def serve(
         folder = None if keep is None else str(keep.absolute())
         by = str(Path(eviction).absolute()) if eviction not in (None, STREAMING) else eviction
         limit = KEEP_LIMIT if keep_limit is None else parse_bytes(keep_limit, "keep_limit")
-        options = Options(format, calibration, folder, limit, by, budget or BUDGET, keep_prompt)
+        options = Options(format, calibration, folder, limit, by, BUDGET if budget is None else budget, keep_prompt)
     for name, given in {"calibration": calibration, "keep": keep, "eviction": eviction}.items():
         if format == DENSE and given is not None:
             raise ValueError(f"{name}: format = 'dense' folds nothing; leave --{name} out, or name a format")

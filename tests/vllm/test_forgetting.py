@@ -151,7 +151,7 @@ def test_the_prompt_stays_if_it_is_to(tiny_llama: Path, tiny_ids: list[int]) -> 
 
 def test_others_that_share_a_prefix_keep_it(tiny_llama: Path, statistics: Path, tiny_ids: list[int]) -> None:
     """Together each says what it says alone; blocks that one has forgotten stay for the others."""
-    prefix = tiny_ids[:640]
+    prefix = tiny_ids[:448]
     prompts = [prefix + tiny_ids[700:1500], prefix + tiny_ids[2000:2010], prefix + tiny_ids[2500:2900]]
     # All of what is left of the prompts is read in one step, so that each forgets at the same points as alone.
     with _engine(tiny_llama, statistics, max_num_batched_tokens=2048) as llm:
@@ -164,7 +164,7 @@ def test_others_that_share_a_prefix_keep_it(tiny_llama: Path, statistics: Path, 
         ask(llm, [[*prefix, 7]], 1)
         hits, before = counted(llm, "prefix_cache_hits"), sum(llm.collective_rpc(_tokens_forgotten))
         together = ask(llm, prompts, 100, ignore_eos=True)
-        assert counted(llm, "prefix_cache_hits") - hits == 3 * 640
+        assert counted(llm, "prefix_cache_hits") - hits == 3 * 448
         assert sum(llm.collective_rpc(_tokens_forgotten)) - before > 3 * 128
     differ, tie = differences(alone, together), rounding.tie_of(tiny_llama, [prefix], FORMAT, FORMAT)
     print(f"\nalone beside together: {differ}; a tie is {tie:.1e}")
@@ -180,7 +180,7 @@ def test_what_was_computed_after_forgetting_is_no_others_prefix(tiny_llama: Path
         again = _run(llm, {"two": prompt}, 40)
         found = counted(llm, "prefix_cache_hits") - hits
     print(f"\nfound {found} of {len(prompt)} tokens")
-    assert 0 < found <= BUDGET + CHUNK
+    assert 0 < found <= BUDGET
     assert len(again.tokens["two"]) == len(first.tokens["one"])
 
 
@@ -194,6 +194,8 @@ def test_a_long_conversation_in_a_small_pool(tiny_llama: Path, statistics: Path)
         assert pool.num_gpu_blocks * PAGE < 20_000
         steps = _run(llm, {"one": ids[0]}, 1000)
         flat = steps.blocks[8:]
+        for turn in range(4):  # each finds what the one before left; what is found and what is new must fit together
+            assert len(_run(llm, {f"again-{turn}": ids[0][:18_000]}, 5).tokens[f"again-{turn}"]) == 5
         print(f"\n{pool.num_gpu_blocks} blocks; from {min(flat)} to {max(flat)} in use over {len(flat)} steps")
         assert len(steps.tokens["one"]) == 1000
         assert max(flat) <= (2048 + CHUNK + 128) // PAGE + 1

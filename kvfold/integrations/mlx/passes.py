@@ -52,7 +52,7 @@ class Passes:
         """The passes of a copy of the whole prompt cache, to which its layer `index` is about to be added."""
         if self._copy is None or index in self._copy._layers:
             self._copy = Passes()
-            self._copy.broken, self._copy.trace = self.broken, self.trace
+        self._copy.broken, self._copy.trace = self.broken, self.trace
         return self._copy
 
     def join(self, layer: ArrayLayer) -> None:

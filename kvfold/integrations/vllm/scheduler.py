@@ -39,9 +39,12 @@ class FoldedScheduler(Scheduler):  # type: ignore[misc]
             manager.max_admission_blocks_per_request = most_blocks(options, self.vllm_config, manager.block_size)
         cache_blocks = coordinator.cache_blocks
 
-        def cache_if_whole(request: Request, *args: Any, **kwargs: Any) -> None:
+        # What a request finds comes on top of the step that reads the rest. Beyond a budget it might fit no more.
+        most = self.max_model_len if options.keep_prompt else options.budget
+
+        def cache_if_whole(request: Request, num_computed_tokens: int) -> None:
             if request.request_id not in self._forgetful:
-                cache_blocks(request, *args, **kwargs)
+                cache_blocks(request, min(num_computed_tokens, most))
 
         coordinator.cache_blocks = cache_if_whole
 
