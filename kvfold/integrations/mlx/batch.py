@@ -134,7 +134,7 @@ class FoldedBatchCache(theirs._BaseCache):  # type: ignore[misc]
             return None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """ "causal", None for one token, or, if asked for, an array: bool, (rows, 1, N, columns).
+        """The mask of `N` new tokens: "causal", None for one, or, if asked for, bool, (rows, 1, N, columns).
 
         In the array, a row's columns are its own tokens from the first on; `BatchHandle.read` takes them so.
         """
@@ -161,11 +161,6 @@ class FoldedBatchCache(theirs._BaseCache):  # type: ignore[misc]
         row = self.rows[idx]
         return copy.deepcopy(row, {id(row.passes): row.passes.of_copy(row.layer.index)})
 
-    @classmethod
-    def merge(cls, caches: Sequence[FoldedKVCache]) -> "FoldedBatchCache":
-        """One batch of several caches, which it takes over."""
-        return cls(list(caches))
-
     def is_trimmable(self) -> bool:
         """False: mlx-lm trims caches of one request only."""
         return False
@@ -183,4 +178,4 @@ class FoldedBatchCache(theirs._BaseCache):  # type: ignore[misc]
 
 if BATCHES:
     # mlx-lm asks a cache whether it has this method, and calls it on the first of several.
-    FoldedKVCache.merge = lambda self, caches: FoldedBatchCache.merge(caches)
+    FoldedKVCache.merge = lambda self, caches: FoldedBatchCache(list(caches))

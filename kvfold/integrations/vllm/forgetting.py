@@ -52,9 +52,8 @@ def most_blocks(options: Options, config: VllmConfig, block_size: int) -> int | 
     """How many blocks a request holds at most; None if nothing bounds them."""
     if options.eviction is None or options.keep_prompt:
         return None
-    policy = options.policy()
-    between = config.scheduler_config.max_num_batched_tokens + (policy.interval or 0)  # a step may bring so many
-    return -(-(policy.budget + between) // block_size) + 1
+    between = config.scheduler_config.max_num_batched_tokens + (Eviction.interval or 0)  # so many may come
+    return -(-(options.budget + between) // block_size) + 1
 
 
 class Forgetting:
@@ -105,10 +104,13 @@ class Forgetting:
 
     def _candidates(self, policy: Eviction, block_ids: tuple[list[int], ...], seen: int) -> Iterator[Candidates]:
         """What a request may forget, layer by layer; nothing if it is within its budget."""
+        held: dict[int, tuple[list[int], list[int]]] = {}  # by group: numbers of blocks, and their places
         for index, (group, layer) in self.layers.items():
             size = layer.pool.pages_a_block * layer.pool.layout.page_size
-            held = [(number, place) for place, number in enumerate(block_ids[group][: seen // size]) if number != NULL]
-            tokens = BlockTokens(layer, [number for number, _ in held], [place for _, place in held], seen)
+            if group not in held:
+                places = [place for place, number in enumerate(block_ids[group][: seen // size]) if number != NULL]
+                held[group] = [block_ids[group][place] for place in places], places
+            tokens = BlockTokens(layer, *held[group], seen)
             slots = (tokens.length - policy.recent) // size * size
             if slots <= 0 or tokens.length <= policy.budget_of(index) + (policy.slack or 0):
                 return
