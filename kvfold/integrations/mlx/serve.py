@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from mlx_lm import server
-from mlx_lm.models.cache import LRUPromptCache
 
 from kvfold.cache.calibration import Calibration
 from kvfold.cache.mlx import ARRAY_DTYPES
@@ -25,7 +24,7 @@ REFUSED = ("--kv-bits", "--kv-group-size", "--quantized-kv-start")
 """Options of mlx-lm's server for a quantised cache of its own."""
 
 
-class SoundPrompts(LRUPromptCache):  # type: ignore[misc]
+class SoundPrompts(server.LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's store of prompts, without those whose numbers broke: who begins alike would get the same."""
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any) -> None:
