@@ -7,12 +7,11 @@ from backends import with_instruction_set
 from measured import measured
 from torch import Tensor
 
-from kvfold.attention import BACKENDS, attend, cpu
+from kvfold.attention import BACKENDS, cpu, naive
 from kvfold.attention.pool import PagedAttention
-from kvfold.cache.config import LayerConfig
-from kvfold.cache.layer import LayerCache
+from kvfold.cache.pool.firsts import FirstTokens
 from kvfold.cache.pool.layer import PagedLayer
-from kvfold.cache.pool.layout import WINDOW, PageLayout, PagePool, why_not_paged
+from kvfold.cache.pool.layout import PageLayout, PagePool, why_not_paged
 from kvfold.cache.pool.plan import Slots, plan
 from kvfold.formats import get_formats
 
@@ -44,7 +43,7 @@ class Engine:
         slot = layout.slot_bytes(dtype.itemsize)
         pool = torch.zeros(blocks, kv_heads, per_block * self.size, slot // dtype.itemsize, dtype=dtype, device=device)
         self.slots, self.drafts = Slots(slots, drafts), drafts
-        self.layer = PagedLayer(self.formats, PagePool(pool, layout), self.slots.count, dtype)
+        self.layer = PagedLayer(self.formats, PagePool(pool, layout), slots, dtype, drafts)
         self.attention = PagedAttention(self.layer, kv_heads * repeat, scaling=dim**-0.5, **options)
         self.free = np.random.default_rng(0).permutation(np.arange(1, blocks)).tolist()
         self.blocks: dict[str, list[int]] = {}
@@ -118,15 +117,70 @@ def test_kernel_agrees_with_reference(name: str, instruction_set: str, monkeypat
 
 
 @pytest.mark.parametrize("name", ["kvfold-4", "turboquant-3", "centred-4@32", "oscar-3", "float16"])
-def test_answers_are_those_of_a_cache_of_one_sequence(name: str) -> None:
+def test_answers_are_those_of_the_formula(name: str) -> None:
     tokens = {who: _tokens(sum(sizes), seed) for seed, (who, sizes) in enumerate(SIZES.items())}
-    engine = Engine(name, backend="reference")
+    options = {"softcap": 4.0, "sink_logits": torch.arange(6.0) / 6}
+    engine = Engine(name, backend="reference", **options)
     together = _in_steps(engine, tokens, SIZES)
-    for who, (query, key, value) in tokens.items():
-        layer = LayerCache(LayerConfig(name, window=WINDOW, statistics=engine.statistics, dense_dtype=torch.float32))
-        new = layer.append(*(x.transpose(0, 1)[None] for x in (key, value)))
-        alone = attend(query.transpose(0, 1)[None], new, scaling=64**-0.5, backend="reference")[0].transpose(0, 1)
-        torch.testing.assert_close(together[who], alone, rtol=0, atol=1e-4 if name == "float16" else 2e-6)
+    for who, own in tokens.items():
+        by_head = (x.transpose(0, 1)[None] for x in own)
+        alone = naive.attend_sequence(*by_head, engine.formats, scaling=64**-0.5, **options)[0].transpose(0, 1)
+        torch.testing.assert_close(together[who].double(), alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_first_tokens_stay_dense(backend: str) -> None:
+    """Where attention reads hardly anything else, and folding would show: in pages that others share, too."""
+    query, key, value = _tokens(200, 0)
+    key[0], query[64:] = 6.0, 2.0
+    exact = value[0].repeat_interleave(3, 0)
+    engine = Engine("turboquant-2", backend=backend)
+    out = engine.step({"a": (query, key, value)})["a"][64:]
+    torch.testing.assert_close(out, exact.expand_as(out), rtol=0, atol=1e-3)
+    engine.blocks["b"], engine.length["b"] = engine.blocks["a"][:2], 128
+    again = engine.step({"b": tuple(x[128:] for x in (query, key, value))})["b"]
+    torch.testing.assert_close(again, out[64:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_who_shares_a_page_in_the_step_that_begins_it_reads_its_first_token(backend: str) -> None:
+    query, key, value = _tokens(130, 0)
+    engine = Engine("turboquant-2", backend=backend)
+    engine.blocks["b"], engine.length["b"] = engine.free[-3:-1][::-1], 128  # those that "a" is going to get
+    new = tuple(x[128:] for x in (query, key, value))
+    out = engine.step({"b": new, "a": tuple(x[:128] for x in (query, key, value))})
+    alone = Engine("turboquant-2", backend=backend).step({"a": (query, key, value)})["a"]
+    torch.testing.assert_close(out["b"], alone[128:], rtol=0, atol=1e-5)
+
+
+def test_places_of_first_tokens() -> None:
+    firsts = FirstTokens(1)
+    places = [firsts.begin(page) for page in (10, 20, 30, 40)]
+    assert sorted(places) == list(range(firsts.count))
+    assert firsts.of(10) == places[0]
+    assert firsts.begin(50) == places[1]  # that of the page that was used longest ago
+    assert (firsts.of(20), firsts.missed) == (-1, 1)
+    assert firsts.begin(10) == places[0]  # begun again
+    firsts.forget([10, 99])  # goes on in a sequence
+    assert firsts.of(10) == -1
+    assert firsts.begin(60) == places[0]
+
+
+def test_a_page_that_has_lost_its_place_is_read_as_it_was_folded() -> None:
+    tokens = _tokens(200, 0)
+    engine = Engine("kvfold-4", slots=1, blocks=60)
+    out = engine.step({"a": tokens})["a"]
+    shared = engine.blocks["a"][:3]
+    engine.finish("a")
+    engine.free = engine.free[:-4]
+    for turn in range(engine.slots.firsts.count):
+        engine.step({f"other-{turn}": _tokens(3, turn)})
+        engine.finish(f"other-{turn}")
+        engine.free.insert(0, engine.free.pop())  # the next one gets another
+    engine.blocks["b"], engine.length["b"] = shared, 192
+    again = engine.step({"b": tuple(x[192:] for x in tokens)})["b"]
+    assert engine.slots.firsts.missed
+    assert 0 < (again - out[192:]).abs().max() < 0.1
 
 
 @pytest.mark.parametrize(

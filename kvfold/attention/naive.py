@@ -1,4 +1,4 @@
-"""Attention over folded rows, computed literally by its formula: unfold everything, mask, softmax, sum.
+"""Attention over folded rows and pages, computed literally by its formula: unfold everything, mask, softmax, sum.
 
 Slow and wasteful, and the truth that all backends are tested against.
 """
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
+from kvfold.formats import FormatPair
 
 
 @torch.no_grad()
@@ -22,9 +23,9 @@ def attend_rows(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """`kvfold.attention.reference.attend_rows`, in float64."""
-    (_, heads, n, _), first = query.shape, rows.window.sinks
+    n, first = query.shape[2], rows.window.sinks
     folded_until, stop = (torch.tensor(x).unsqueeze(-1) for x in rows.reach(n, dense, causal=mask is None))
-    parts = []  # keys, values, their slots, and which of these each query reads
+    parts = []
     if (sinks := rows.sink_span()) is not None:
         slots = torch.arange(sinks.tokens)
         parts.append((sinks.key, sinks.value, slots, slots < stop))
@@ -35,8 +36,42 @@ def attend_rows(
     if dense is not None:
         slots = torch.arange(dense.start, dense.stop)
         parts.append((dense.key, dense.value, slots, (slots >= folded_until) & (slots < stop)))
+    return _attend(query, parts, scaling, mask, softcap, sink_logits)
+
+
+@torch.no_grad()
+def attend_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    formats: FormatPair,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attention of the newest tokens of one sequence in a pool (`reference.attend_pool`), in float64.
+
+    Queries are (1, heads, n, dim), keys and values (1, kv_heads, tokens, dim): those of all its tokens.
+    """
+    slots, size, pair = torch.arange(key.shape[2]), formats.keys.page_size, (formats.keys, formats.values)
+    position = slots[-query.shape[2] :].unsqueeze(-1)
+    own_page, full = position // size * size, len(slots) // size * size
+    parts = [(key[:, :, :1], value[:, :, :1], slots[:1], own_page > 0)]
+    if full:
+        k, v = (fmt.unfold(fmt.fold_from(x[:, :, :full])) for fmt, x in zip(pair, (key, value), strict=True))
+        parts.append((k, v, slots[:full], (slots[:full] > 0) & (slots[:full] < own_page)))
+    parts.append((key, value, slots, (slots >= own_page) & (slots <= position)))
+    return _attend(query, parts, scaling, None, softcap, sink_logits)
+
+
+def _attend(
+    query: Tensor, parts: list[tuple[Tensor, Tensor, Tensor, Tensor]], scaling: float, mask: Tensor | None,
+    softcap: float | None, sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention over parts of a context: keys, values, their slots, and which of these each query reads."""
     key, value = (torch.cat([x[side].double() for x in parts], 2) for side in (0, 1))
-    key, value = (x.repeat_interleave(heads // rows.kv_heads, 1) for x in (key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     slots, reads = torch.cat([x[2] for x in parts]), torch.cat([x[3] for x in parts], -1)
 
     scores = query.double() @ key.mT * scaling

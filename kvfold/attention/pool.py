@@ -1,7 +1,7 @@
 """Attention of an engine's step over pages in its pool.
 
-A query at position t reads the pages before page t // P folded, and the tokens of its own page up to t dense: older
-ones from the tails, new ones from the step itself (`kvfold.cache.pool`).
+A query at position t reads the pages before page t // P folded, but for the first token, and the tokens of its own page
+up to t dense: older ones from the tails, new ones from the step itself (`kvfold.cache.pool`).
 """
 
 from torch import Tensor

@@ -102,7 +102,7 @@ def attend_pool(
     logits = None if sink_logits is None else _to_groups(sink_logits.to(dtype).view(1, -1, 1, 1), kv_heads)
     out = query.new_full((*query.shape[:2], layer.formats.values.head_dim), torch.nan, dtype=dtype)
     rows = zip(sound.rows.tolist(), sound.block_table.tolist(), strict=True)
-    for row, ((first, count, length, tail, *_), table) in enumerate(rows):
+    for row, ((first, count, length, tail, *_, place), table) in enumerate(rows):
         new, held = slice(first, first + count), (length - count) % size
         if not (finite(key[new]) and finite(value[new])):
             layer.give_up(sound, [row])
@@ -126,6 +126,9 @@ def attend_pool(
             keys, values = layer.pool.read(torch.tensor(numbers, device=query.device))
             token = torch.arange(len(numbers) * size, device=query.device)
             barred = token >= reader.folded_until.unsqueeze(-1)
+            if place >= 0:
+                barred[:, 0] = True
+                reader.read_first(q, *(x[place][None, :, None] for x in (layer.first_keys, layer.first_values)))
             scores = reader._visible(page_scores(keys_form.rotated_query(q), keys, keys_form), token, barred)
             reader.state.rotated += page_outputs(reader.state.weights(scores), values, values_form)
         reader.read_dense(q, DenseSpan.of(dense[0], dense[1], length - count - held), folded_later=True)
@@ -203,6 +206,12 @@ class _Reader:
         barred = token < self.folded_until.unsqueeze(-1) if folded_later else None
         scores = self._visible(_grouped(q, key.mT), token, barred)
         self.state.unrotated += _grouped(self.state.weights(scores), value)
+
+    def read_first(self, q: Tensor, key: Tensor, value: Tensor) -> None:
+        """Read the first token dense, (batch, kv_heads, 1, dim), by those queries that read its page folded."""
+        token, barred = torch.zeros(1, dtype=torch.int64, device=q.device), (self.folded_until == 0).unsqueeze(-1)
+        scores = self._visible(_grouped(q, key.to(q.dtype).mT), token, barred)
+        self.state.unrotated += _grouped(self.state.weights(scores), value.to(q.dtype))
 
     def read_pages(self, q: Tensor, rows: FoldedRows) -> None:
         """Read folded pages, a block of them at a time."""

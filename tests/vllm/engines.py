@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 
@@ -69,28 +69,32 @@ def ask(
         SamplingParams(temperature=0, max_tokens=length, logprobs=2, prompt_logprobs=read, detokenize=False, **options)
         for length in lengths
     ]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False)
-    answers = []
+    return answers(llm.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False))
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[Answer]:
+    """What an engine's outputs say; two log-probabilities were asked for at each token."""
+    found = []
     for output in outputs:
         best = [sorted((x.logprob for x in at.values()), reverse=True) for at in output.outputs[0].logprobs]
-        answers.append(
+        found.append(
             Answer(
                 list(output.outputs[0].token_ids), [first - second for first, second, *_ in best],
                 [{token: x.logprob for token, x in at.items()} for at in (output.prompt_logprobs or [])[1:]],
                 output.num_cached_tokens or 0,
             )
         )  # fmt: skip
-    return answers
+    return found
 
 
 def alone(llm: LLM, prompts: Sequence[list[int]], new: int | Sequence[int] = 40, **options: Any) -> list[Answer]:
     """Answers to one prompt after the other, with nothing in the cache."""
     lengths = [new] * len(prompts) if isinstance(new, int) else new
-    answers = []
+    found = []
     for prompt, length in zip(prompts, lengths, strict=True):
         assert llm.reset_prefix_cache()
-        answers += ask(llm, [prompt], length, **options)
-    return answers
+        found += ask(llm, [prompt], length, **options)
+    return found
 
 
 def slots_in_use(llm: LLM) -> int:

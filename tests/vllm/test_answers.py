@@ -67,7 +67,7 @@ def fine(smollm2: Path, prompts: list[list[int]], calibration: Path) -> list[Ans
 class Reading:
     """Log-probabilities of a model in transformers at each token of prompts and the engine's answers, (T, vocab).
 
-    A folded cache reads them; and again with embeddings that differ by rounding.
+    By the formula of a pool (`rounding.by_formula`); and again with embeddings that differ by rounding.
     """
 
     folded: list[Tensor]
@@ -98,8 +98,9 @@ def _reading(
     calibration: Path | None = None,
 ) -> Reading:
     texts = [ids + answer.tokens for ids, answer in zip(prompts, answers, strict=True)]
-    folded = [rounding.log_probabilities(model, ids, rounding.cache(model, format, calibration)) for ids in texts]
-    return Reading(folded, list(rounding.disturbed(model, texts, folded, format, calibration)))
+    with rounding.by_formula(model, format, calibration):
+        folded = [rounding.log_probabilities(model, ids) for ids in texts]
+        return Reading(folded, list(rounding.disturbed(model, texts, folded)))
 
 
 def _divergence(said: list[dict[int, float]], other: Tensor) -> float:
@@ -138,11 +139,11 @@ def test_without_codes_every_answer_is_that_of_the_stock_engine(stock: list[Answ
 def _part_as_if_disturbed(
     name: str, prompts: list[list[int]], answers: list[Answer], reading: Reading, stock: list[Answer]
 ) -> None:
-    """The engine takes another next token than FoldedCache, given the engine's own before it, no more often than
-    FoldedCache itself does after a disturbance by rounding, and only where two are about equally likely."""
+    """The engine takes another next token than the formula, given the engine's own before it, no more often than
+    the formula itself does after a disturbance by rounding, and only where two are about equally likely."""
 
     def elsewhere(taken: list[list[int]]) -> list[tuple[int, int, float]]:
-        """Where another token than FoldedCache's is taken, and by how much FoldedCache finds it less likely."""
+        """Where another token than the formula's is taken, and by how much the formula finds it less likely."""
         found = []
         for number, (ids, tokens, rows) in enumerate(zip(prompts, taken, reading.folded, strict=True)):
             rows = rows[len(ids) - 1 : -1]
@@ -159,15 +160,15 @@ def _part_as_if_disturbed(
         for again in reading.disturbed
     ]  # fmt: skip
     to_stock = differences(answers, stock)
-    print(f"\n{name}, engine beside FoldedCache: {len(parted)} tokens differ: {parted}; a tie is {reading.tie:.3f}")
-    print(f"FoldedCache beside itself: {list(map(len, itself))}: {itself}")
+    print(f"\n{name}, engine beside the formula: {len(parted)} tokens differ: {parted}; a tie is {reading.tie:.3f}")
+    print(f"the formula beside itself: {list(map(len, itself))}: {itself}")
     print(f"engine beside stock: {len(to_stock)} answers part: {to_stock}")
     assert all(gap < reading.tie for _, _, gap in parted)
     # Few enough that chance alone may double them.
     assert len(parted) <= 2 * max(map(len, itself)) + 3
 
 
-def test_answers_are_those_of_the_cache_in_transformers(
+def test_answers_are_those_of_the_formula_in_transformers(
     folded: Run, reading: Reading, stock: list[Answer], prompts: list[list[int]]
 ) -> None:
     _part_as_if_disturbed("kvfold-4", prompts, folded.first, reading, stock)
@@ -184,7 +185,7 @@ def test_with_fine_codes_hardly_an_answer_parts(
 
 
 @pytest.mark.parametrize("measured", ["by a file", "at the start"])
-def test_rotations_of_a_calibration_are_those_of_the_cache_in_transformers(
+def test_rotations_of_a_calibration_are_those_of_the_formula(
     demo_model: Demo, smollm2: Path, prompts: list[list[int]], calibration: Path, measured: str
 ) -> None:
     """`oscar`: no prompt can fit it. What the engine reads at its start is another text than the file's."""
@@ -193,34 +194,36 @@ def test_rotations_of_a_calibration_are_those_of_the_cache_in_transformers(
     with engine(smollm2, "oscar-4", file, in_process=True) as llm:
         answers = ask(llm, some, NEW, read=LIKELIEST)
     own = _reading(demo_model[0], some, answers, "oscar-4", calibration)
-    dense = [rounding.log_probabilities(demo_model[0], ids, None) for ids in some]
+    dense = [rounding.log_probabilities(demo_model[0], ids) for ids in some]
     far, loss = _mean_divergence(answers, own.folded), _mean_divergence(answers, dense)
-    print(f"\noscar-4 measured {measured}: KL from FoldedCache {far:.1e}, from dense {loss:.1e}")
+    print(f"\noscar-4 measured {measured}: KL from the formula {far:.1e}, from dense {loss:.1e}")
     assert loss < 0.02
     if file is not None:
-        assert far < loss / 10
+        assert far < loss / 5
 
 
 def test_reading_prompts_differs_from_transformers_by_rounding_alone(
     demo_model: Demo, prompts: list[list[int]], folded: Run, reading: Reading, stock: list[Answer]
 ) -> None:
-    unfolded = [rounding.log_probabilities(demo_model[0], ids, None) for ids in prompts]
-    theirs, dense = (_mean_divergence(folded.first, x) for x in (reading.folded, unfolded))
-    itself = max(
-        _mean_divergence(
-            [Answer([], [], said[: len(a.read)], 0) for a, said in zip(folded.first, again.likeliest, strict=True)],
-            reading.folded,
-        )
-        for again in reading.disturbed
+    """The CPU kernel's products in integers round, too, and codes behind them then fall on other sides of their ties.
+    That moves predictions by less than folding does, and no further from those of the dense model."""
+    unfolded = [rounding.log_probabilities(demo_model[0], ids) for ids in prompts]
+    by_formula = [
+        Answer([], [], rounding.likeliest(rows[: len(answer.read)]), 0)
+        for answer, rows in zip(folded.first, reading.folded, strict=True)
+    ]
+    apart, engines, formulas = (
+        _mean_divergence(*pair)
+        for pair in ((folded.first, reading.folded), (folded.first, unfolded), (by_formula, unfolded))
     )
     harness = _mean_divergence(stock, unfolded)
     print(
-        f"\nKL of the engine from FoldedCache {theirs:.1e}, from dense {dense:.1e}; of FoldedCache from itself, "
-        f"disturbed, {itself:.1e}; of stock from dense {harness:.1e}"
+        f"\nKL from dense: engine {engines:.2e}, formula {formulas:.2e}; of the engine from the formula {apart:.1e}; "
+        f"of stock from dense {harness:.1e}"
     )
-    assert harness < theirs / 1000  # without codes, float32 is all that differs
-    assert theirs < 2 * itself
-    assert theirs < dense / 10
+    assert harness < apart / 1000  # without codes, float32 is all that differs
+    assert apart < formulas / 5
+    assert abs(engines / formulas - 1) < 0.1
 
 
 def test_decoding_in_transformers_token_by_token_says_the_same(
@@ -231,10 +234,10 @@ def test_decoding_in_transformers_token_by_token_says_the_same(
     for number in (0, 4, 6, 9):
         ids, length = prompts[number], len(prompts[number])
         expected = reading.folded[number][length - 1 : -1]
-        cache, given = rounding.cache(model, "kvfold-4", calibration), torch.tensor([ids])
-        out = model.generate(
-            given, attention_mask=torch.ones_like(given), past_key_values=cache, max_new_tokens=NEW, do_sample=False
-        )[0, length:].tolist()
+        given = torch.tensor([ids])
+        with rounding.by_formula(model, "kvfold-4", calibration):
+            out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False)
+        out = out[0, length:].tolist()
         for token, engines, rows in zip(out, folded.first[number].tokens, expected, strict=False):
             assert rows.max() - rows[token] < reading.tie
             if token != engines:  # what comes next follows upon something else

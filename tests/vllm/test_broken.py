@@ -117,3 +117,21 @@ def test_many_later_the_engine_is_up(llm: tuple[LLM, str | None], sound: list[li
         assert slots_in_use(own) == 0
         assert own.reset_prefix_cache()
         assert _generate(own, [sound[0]])[0].outputs[0].token_ids == before
+
+
+def test_pages_that_are_loaded_over_broken_ones_are_sound(
+    planted: Path, sound: list[list[int]], tiny_ids: list[int], tmp_path: Path
+) -> None:
+    """In a pool so small that a later request gets the blocks of one that broke."""
+    prompt = [token for token in tiny_ids if token != PLANTED][:500]
+    own = {"kvfold": {"format": "kvfold-4", "keep": str(tmp_path), "keep_limit": 10**9}}
+    options = {"dtype": "float16", "max_model_len": 576, "num_gpu_blocks_override": 10, "max_num_seqs": 2}
+    with engine(planted, additional_config=own, in_process=True, **options) as llm:
+        (fresh,) = _generate(llm, [prompt])
+        assert llm.reset_prefix_cache()
+        (broken,) = _generate(llm, [[PLANTED, *prompt[1:]]])
+        _assert_ends(broken, "kvfold-4")
+        (loaded,) = _generate(llm, [prompt])
+    assert loaded.num_cached_tokens == 448
+    assert loaded.outputs[0].finish_reason == "length"
+    assert loaded.outputs[0].token_ids == fresh.outputs[0].token_ids

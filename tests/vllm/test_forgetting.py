@@ -13,11 +13,12 @@ from vllm import LLM, SamplingParams
 
 import kvfold
 from kvfold.cache.policy import Policy
-from kvfold.cache.pool.layout import WINDOW
 from kvfold.eviction import Eviction, StreamingLLM, TriAttention
+from kvfold.formats.base import Window
 from kvfold.integrations.vllm.forgetting import folds
 
-FORMAT = "turboquant-4"
+FORMAT = "turboquant-8"
+"""Codes so fine that the first token, which is dense in the engine alone, is the same in FoldedCache, too."""
 BUDGET, CHUNK, PAGE = 512, 512, 64
 LONG = {"max_model_len": 2048, "max_num_batched_tokens": CHUNK}
 
@@ -99,7 +100,7 @@ def _forgotten(table: list[int | None]) -> set[int]:
 def _in_transformers(model: Any, policy: Eviction, prompt: list[int], new: list[int]) -> tuple[list[float], set[int]]:
     """By how much the engine's tokens fall short of the likeliest, read in the same chunks, and which pages went."""
     cache = kvfold.FoldedCache(
-        model.config, policy=Policy(FORMAT, window=WINDOW), eviction=policy, dense_dtype=torch.float32
+        model.config, policy=Policy(FORMAT, window=Window(recent=1)), eviction=policy, dense_dtype=torch.float32
     )
     chunks = [prompt[at : at + CHUNK] for at in range(0, len(prompt), CHUNK)] + [[token] for token in new[:-1]]
     short = []

@@ -88,7 +88,7 @@ def test_a_restarted_engine_reads_nothing_again(
     dense = whole * 64 * 4 * 2 * 2 * 128 * 2  # layers, heads, keys and values, in bfloat16
     held = sum(path.stat().st_size for path in _pages(kept))
     print(f"\n{held:,} bytes on the disk, {dense / held:.2f} times fewer than in bfloat16")
-    assert 3.6 < dense / held < 4
+    assert 3.5 < dense / held < 4  # three pages begin a prompt: its first token lies in float32 beside them
 
 
 def test_damaged_pages_are_computed(

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,15 +178,26 @@ def test_two_workers_answer_as_one(
     by_itself: list[Answer],
     tie: float,
     tiny_llama: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tensor parallelism gives each one of the two KV heads, fitted to what its own keys are like."""
+    """Tensor parallelism gives each one of the two KV heads, fitted to what its own keys are like. Each keeps its own
+    pages, and finds them again."""
     one, other, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one}|{other}")  # on one NUMA node vLLM wants to be told
     few = slice(8, 18)
-    with engine(tiny_llama, format, max_num_batched_tokens=128, max_num_seqs=12, tensor_parallel_size=2) as llm:
-        answers = ask(llm, requests.prompts[few], requests.new[few], ignore_eos=True)
+    own = {"kvfold": {"format": format, "keep": str(tmp_path), "keep_limit": 10**9}}
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 12, "tensor_parallel_size": 2}
+    prompts, new = requests.prompts[few], requests.new[few]
+    with engine(tiny_llama, additional_config=own, **options) as llm:
+        answers = ask(llm, prompts, new, ignore_eos=True)
         assert slots_in_use(llm) == 0
-    differ = differences(answers, by_itself[few])
-    print(f"\n{format}: beside one worker {len(differ)} of {len(answers)} part: {differ}")
-    assert all(gap < tie for _, _, gap in differ)
+        assert llm.reset_prefix_cache()
+        time.sleep(1)  # what waits is written
+        again = ask(llm, prompts, new, ignore_eos=True)
+    for said in (answers, again):
+        differ = differences(said, by_itself[few])
+        print(f"\n{format}: beside one worker {len(differ)} of {len(answers)} part: {differ}")
+        assert all(gap < tie for _, _, gap in differ)
+    assert [answer.cached for answer in again] == [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
+    assert len({file.relative_to(tmp_path).parts[0] for file in tmp_path.glob("*/??/*")}) == 2

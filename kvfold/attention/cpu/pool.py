@@ -74,6 +74,7 @@ def _known_layer(
             rotation(values.form.transform), layer.pool.kv_heads, heads // layer.pool.kv_heads, keys.head_dim,
             values.head_dim, scaling, softcap or 0.0, 0 if sink_logits is None else sink_logits.data_ptr(),
             DTYPES[layer.tail_keys.dtype], layer.tail_keys.data_ptr(), layer.tail_values.data_ptr(),
+            layer.first_keys.data_ptr(), layer.first_values.data_ptr(),
         )  # fmt: skip
         known[asked] = kernel, sink_logits
     return known[asked][0]

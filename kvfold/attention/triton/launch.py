@@ -36,6 +36,7 @@ class Sequences:
     # The most new tokens, and pages, of a sequence.
     most: int
     most_pages: int
+    skipped: Tensor | None = None  # how many of the first folded tokens no new token reads: int32; None for none
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,8 @@ def launch(
         (keys, values), without = sides, ("lut", "bits", "groups")
         gluon.attend_pages[page_blocks, sequences * kv_heads, splits](
             rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
-            position=position, **mask, **keys.arguments("k", without), **values.arguments("v", (*without, "plain")),
+            skipped=of.skipped, position=position, **mask, **keys.arguments("k", without),
+            **values.arguments("v", (*without, "plain")),
             TOKENS=tokens, KEYS=keys.numbers, VALUES=values.numbers,
             **common | {"ROWS": page_rows, "num_warps": page_warps},
         )  # fmt: skip
@@ -143,7 +145,7 @@ def launch(
         block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
         attend.attend_pages[page_blocks, sequences * kv_heads, splits](
             rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
-            position=position, **mask,
+            skipped=of.skipped, position=position, **mask,
             **keys.arguments("k", ("bits", "tables")), **values.arguments("v", ("plain", "tables")), TOKENS=tokens,
             KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
             PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), EXACT=exact, **common,

@@ -40,6 +40,7 @@ def attend_pool(
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     here = _on_device(step, layer, query.device, queries)
+    layer.keep_firsts(here.begins, key, value)
     layer.fold_in_place(step, here.folded, key, value)
     out = query.new_empty(*query.shape[:2], layer.formats.values.head_dim, dtype=torch.float32)
     for part in here.parts:
@@ -59,6 +60,7 @@ class _PoolPart:
     units: Tensor
     tail: Span
     new: Span
+    dense_first: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,7 @@ class _PoolStep:
 
     parts: list[_PoolPart]
     folded: Tensor  # units of the pages that become full: int64
+    begins: Tensor  # `EngineStep.begins`
     left: Tensor  # `EngineStep.left`
 
 
@@ -83,8 +86,8 @@ def _on_device(step: EngineStep, layer: PagedLayer, device: torch.device, querie
             _pool_part(step, range(first, min(first + queries, step.tokens)), size, units, device)
             for first in range(0, step.tokens, queries)
         ]
-        folded, left = (torch.from_numpy(x).to(device) for x in (pool.units_of(step.folded.numpy()), step.left(size)))
-        steps[key] = _PoolStep(parts, folded, left)
+        numbers = pool.units_of(step.folded.numpy()), step.begins(), step.left(size)
+        steps[key] = _PoolStep(parts, *(torch.from_numpy(x).to(device) for x in numbers))
     return steps[key]
 
 
@@ -107,12 +110,14 @@ def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64
     tail = [ints.add(max(row[3], 0) for row in rows), ints.add(b % size for b in before),
             ints.add(b // size * size for b in before), start, stop]  # fmt: skip
     new = [ints.add(row[0] for row in rows), ints.add(row[1] for row in rows), ints.add(before), start, stop]
+    zero, skipped = ints.add([0] * max(len(rows), len(tokens))), ints.add(row[7] >= 0 for row in rows)
+    dense_first = [ints.add(max(row[7], 0) for row in rows), skipped, zero, zero, start]
     ints.send()
     return _PoolPart(
         slice(part.start, part.stop),
-        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages)),
-        torch.from_numpy(units[chosen]).int().to(device), Span(*map(ints.__getitem__, tail)),
-        Span(*map(ints.__getitem__, new)),
+        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages), ints[skipped]),
+        torch.from_numpy(units[chosen]).int().to(device),
+        *(Span(*map(ints.__getitem__, span)) for span in (tail, new, dense_first)),
     )  # fmt: skip
 
 
@@ -122,9 +127,11 @@ def _attend_some_of_pool(
 ) -> None:  # fmt: skip
     """Attention of some new tokens of a step, into `out`."""
     kv_heads, exact, layout = layer.pool.kv_heads, query.dtype == torch.float32, layer.pool.layout
-    keys, values, tails = layer.formats.keys, layer.formats.values, (layer.tail_keys, layer.tail_values)
+    keys, values = layer.formats.keys, layer.formats.values
+    tails, firsts = (layer.tail_keys, layer.tail_values), (layer.first_keys, layer.first_values)
     strides = [(x.stride(0), x.stride(1), x.stride(0)) for x in (key, value)]
     dense = [Dense(part.tail, *tails, *(x.stride()[:3] for x in tails)), Dense(part.new, key, value, *strides)]
+    dense.append(Dense(part.dense_first, *firsts, *((*x.stride()[:2], 0) for x in firsts)))
     q = (query[part.tokens].float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
     rotated, plain = launch(
         by_token(q), by_token(keys.form.rotated_query(q)), part.sequences,

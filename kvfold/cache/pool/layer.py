@@ -5,40 +5,48 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvfold.cache.pool.firsts import places_for
 from kvfold.cache.pool.layout import PagePool
-from kvfold.cache.pool.plan import EngineStep
+from kvfold.cache.pool.plan import EngineStep, slots_for
 from kvfold.formats import FormatPair
 from kvfold.kernels.places import Places
 from kvfold.quant.finite import finite
 
 
 class PagedLayer:
-    """One layer's keys and values in an engine: its pool, its tails in the model's dtype, its formats.
+    """One layer's keys and values in an engine: its pool, its formats; tails and first tokens in the model's dtype.
 
-    Formats are fitted, if they must be. `slots` is the number of tails (`kvfold.cache.pool.plan.slots_for`).
+    Formats are fitted, if they must be. There is room for the unfinished pages and first tokens of `sequences`, each of
+    which drafts up to `drafts` tokens at a time (`kvfold.cache.pool.plan.Slots`).
 
     `broken` names the pages that cannot be held: a NaN or an infinity is in them, or a scale leaves float16's range.
     What a sequence computes behind such a page means nothing, so attention gives NaN there. Others are not touched.
     """
 
-    def __init__(self, formats: FormatPair, pool: PagePool, slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, formats: FormatPair, pool: PagePool, sequences: int, dtype: torch.dtype, drafts: int = 0
+    ) -> None:
         if formats.awaits_fit or formats.needs_calibration:
             raise ValueError(
                 "formats must be fitted before pages are shared: one sequence's statistics are not another's"
             )
         self.formats = formats
         self.pool = pool
-        shape = (slots, pool.kv_heads, formats.keys.page_size)
-        device = pool.pages.device
-        self.tail_keys = torch.zeros(*shape, formats.keys.head_dim, dtype=dtype, device=device)
-        self.tail_values = torch.zeros(*shape, formats.values.head_dim, dtype=dtype, device=device)
+        tails = slots_for(sequences, drafts), pool.kv_heads, formats.keys.page_size
+        firsts, device = (places_for(sequences), pool.kv_heads), pool.pages.device
+        self.tail_keys = torch.zeros(*tails, formats.keys.head_dim, dtype=dtype, device=device)
+        self.tail_values = torch.zeros(*tails, formats.values.head_dim, dtype=dtype, device=device)
+        self.first_keys = torch.zeros(*firsts, formats.keys.head_dim, dtype=dtype, device=device)
+        self.first_values = torch.zeros(*firsts, formats.values.head_dim, dtype=dtype, device=device)
         self.broken: set[int] = set()
 
     def fold(self, step: EngineStep, key: Tensor, value: Tensor) -> EngineStep:
         """Fold the pages that a step completes by new tokens, (tokens, kv_heads, dim), before attention reads.
 
-        Returns the part of the step that is of sequences without broken pages.
+        First tokens among them get their places. Returns the part of the step that is of sequences without broken
+        pages.
         """
+        self.keep_firsts(torch.from_numpy(step.begins()), key, value)
         if self.broken:
             self.broken.difference_update(*(self._pages(step, i)[1] for i in range(len(step.rows))))
             step = self._unbroken(step)
@@ -102,6 +110,13 @@ class PagedLayer:
                 parts.append(new[folding.first : folding.first + folding.count].transpose(0, 1))
             sides.append(torch.cat(parts, 1)[None])
         return sides[0], sides[1]
+
+    def keep_firsts(self, begins: Tensor, key: Tensor, value: Tensor) -> None:
+        """Copy first tokens among new ones (`EngineStep.begins`) into their places, before attention reads."""
+        if begins.shape[1]:
+            place, token = begins
+            self.first_keys[place] = key[token]
+            self.first_values[place] = value[token]
 
     def keep_tails(self, left: Tensor, key: Tensor, value: Tensor) -> None:
         """Copy new tokens that stay dense (`EngineStep.left`) into their slots, after attention has read."""

@@ -10,12 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.formats import FormatPair
-from kvfold.formats.base import Window
 from kvfold.formats.page import Pages
 from kvfold.quant.packing import TILE
-
-WINDOW = Window(recent=1)
-"""What stays dense in a pool: a page folds when it is full, and its own queries read it dense."""
 
 
 def why_not_paged(formats: FormatPair) -> str | None:

@@ -8,16 +8,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvfold.cache.pool.firsts import FirstTokens
+
 
 class Slots:
     """Slots of the tails: one for each page of a live sequence whose tokens are dense, by the page's number.
 
     A page belongs to one sequence at a time, which writes it from its first token on without gaps. So a page that is
     begun again has a new owner. A sequence that goes on in a page without a slot has lost tokens: that is an error.
+
+    `firsts` has the places of first tokens.
     """
 
     def __init__(self, sequences: int, drafts: int = 0) -> None:
-        self.count = slots_for(sequences, drafts)
+        self.count, self.firsts = slots_for(sequences, drafts), FirstTokens(sequences)
         self._slot_of: dict[int, int] = {}
         self._free = list(range(self.count))
         self._after: list[int] = []  # free from the next step on: layers of this one still read them
@@ -94,9 +98,10 @@ class Folding:
 class EngineStep:
     """One step of an engine, the same for all layers that share pages."""
 
-    # int64, (sequences, 7): the first new token's place in the batch, the count of new tokens, the sequence's length
+    # int64, (sequences, 8): the first new token's place in the batch, the count of new tokens, the sequence's length
     # with them, the slot of the page that the first new token joins (-1 if that is its first), the page from which on
-    # new tokens are kept dense, and the slots of that page and the next (-1 if no token is in them).
+    # new tokens are kept dense, the slots of that page and the next (-1 if no token is in them), and the place of the
+    # sequence's first token (-1 if it is read folded).
     rows: NDArray[np.int64]
     block_table: NDArray[np.integer]  # (sequences, blocks), as the engine gave it
     foldings: list[Folding]  # pages that become full
@@ -106,11 +111,16 @@ class EngineStep:
     def left(self, page_size: int) -> NDArray[np.int64]:
         """New tokens that stay dense, (3, tokens): slot, place in the page, place in the batch."""
         parts = [np.empty((3, 0), dtype=np.int64)]
-        for first, count, length, _, kept, *slots in self.rows.tolist():
+        for first, count, length, _, kept, *slots, _ in self.rows.tolist():
             at = np.arange(max(kept * page_size, length - count), length)
             slot = np.array(slots)[at // page_size - kept]
             parts.append(np.stack((slot, at % page_size, at + first + count - length)))
         return np.concatenate(parts, axis=1)
+
+    def begins(self) -> NDArray[np.int64]:
+        """First tokens among the new ones, (2, sequences): place of the token, place in the batch."""
+        begun = self.rows[self.rows[:, 1] == self.rows[:, 2]]
+        return np.stack((begun[:, 7], begun[:, 0]))
 
     def pages(self, row: int, pages_a_block: int, page_size: int) -> tuple[list[int], int]:
         """Numbers of all pages that a sequence has tokens in; and how many of them were complete before this step."""
@@ -140,7 +150,7 @@ def plan(
     starts: Sequence[int], lengths: Sequence[int], block_table: NDArray[np.integer], slots: Slots, pages_a_block: int,
     page_size: int, drafts: int = 0,
 ) -> EngineStep:  # fmt: skip
-    """Plan a step, giving slots to pages that are begun.
+    """Plan a step, giving slots to pages that are begun, and places to first tokens.
 
     `starts` has the first new token of each sequence in the batch, and the end of the last: (sequences + 1). `lengths`
     counts the tokens of each sequence, new ones included. `block_table` has block numbers, (sequences, blocks); entries
@@ -154,6 +164,9 @@ def plan(
     slots.begin_step()
     if drafts:
         slots.release(_confirmed(starts, lengths, block_table, pages_a_block, page_size))
+    for i, length in enumerate(lengths):  # before others ask, who may share a page that is begun in this step
+        if starts[i + 1] - starts[i] == length > 0:
+            slots.firsts.begin(_number(block_table[i], 0, pages_a_block))
     rows: list[tuple[int, ...]] = []
     own: list[int] = []
     foldings: list[Folding] = []
@@ -183,10 +196,11 @@ def plan(
                 dense[page - kept] = slots.take(number(page))
         if passes:
             slots.finish(number(opened))
-        rows.append((first, count, length, tail, kept, *dense))
+        slots.firsts.forget(number(page) for page in range(max(-(-before // page_size), 1), -(-length // page_size)))
+        rows.append((first, count, length, tail, kept, *dense, slots.firsts.of(number(0))))
         own.append(i)
     return EngineStep(
-        np.array(rows, dtype=np.int64).reshape(-1, 7), block_table[own], foldings,
+        np.array(rows, dtype=np.int64).reshape(-1, 8), block_table[own], foldings,
         torch.tensor(folded, dtype=torch.int64), int(starts[-1]),
     )  # fmt: skip
 

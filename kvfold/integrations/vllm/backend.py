@@ -1,11 +1,13 @@
 """vLLM's attention interface over folded pages."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -16,10 +18,12 @@ from kvfold.attention.pool import PagedAttention
 from kvfold.cache.calibration import Observed
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.layout import PageLayout, PagePool
-from kvfold.cache.pool.plan import EngineStep, Slots, plan, slots_for
+from kvfold.cache.pool.plan import EngineStep, Slots, plan
 from kvfold.formats import FormatPair, KeyStatistics
 from kvfold.integrations.vllm.forgetting import FoldedSpec, without_forgotten
 from kvfold.integrations.vllm.options import Options, drafts_of
+
+logger = init_logger("vllm.kvfold")
 
 _FORMATS: dict[int, FormatPair] = {}
 """Formats of this process's layers, by head_dim: vLLM asks for a layer's spec without its config."""
@@ -82,7 +86,7 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         options = Options.of(vllm_config.additional_config)
         self.forgets = options is not None and options.eviction is not None
         self.drafts = drafts_of(vllm_config)
-        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs, self.drafts)  # of these layers' tails
+        self.slots = Slots(vllm_config.scheduler_config.max_num_seqs, self.drafts)  # of these layers
         self.observing = False  # whether the engine measures keys: steps are whole prompts, and nothing is stored
         self.pages_folded = 0  # so far, of one layer
 
@@ -99,12 +103,29 @@ class FoldedBuilder(AttentionMetadataBuilder[FoldedMetadata]):  # type: ignore[m
         if self.forgets:
             lengths, table = without_forgotten(starts, lengths, table, self.pages_a_block * self.page_size)
         step = plan(starts, lengths, table, self.slots, self.pages_a_block, self.page_size, self.drafts)
+        if self.slots.firsts.missed:
+            logger.warning_once(
+                "kvfold: the first tokens of the last %d prompts are kept dense. A prompt whose pages were found in "
+                "the cache is older, and its first token is read folded.",
+                self.slots.firsts.count,
+            )
         self.pages_folded += len(step.folded)
         return FoldedMetadata(step, starts)
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Give back the slots of a sequence that is gone."""
-        self.slots.release(block * self.pages_a_block + i for block in blocks for i in range(self.pages_a_block))
+        self.slots.release(self._pages(blocks))
+
+    def replace(self, blocks: Sequence[int], layers: Iterable["FoldedImpl"]) -> None:
+        """Forget what is known of blocks whose pages come from elsewhere."""
+        pages = self._pages(blocks)
+        self.slots.firsts.forget(pages)
+        for layer in layers:
+            if layer.paged is not None:
+                layer.paged.broken.difference_update(pages)
+
+    def _pages(self, blocks: Sequence[int]) -> list[int]:
+        return [block * self.pages_a_block + i for block in blocks for i in range(self.pages_a_block)]
 
 
 class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
@@ -136,7 +157,8 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         with set_default_torch_dtype(torch.float32):  # codebooks need it; a model is made under its own
             self.formats = _FORMATS[head_size] = options.formats(head_size)
             self.layout = PageLayout(self.formats)
-        self.slots = slots_for(config.scheduler_config.max_num_seqs, drafts_of(config))
+        self.sequences, self.drafts = config.scheduler_config.max_num_seqs, drafts_of(config)
+        self.dtype = config.model_config.dtype
         self.observed = Observed()
         self.statistics: KeyStatistics | None = None  # that formats are fitted to
         self.paged: PagedLayer | None = None  # once the pool is in use
@@ -146,6 +168,13 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         """Fit formats to statistics of this model's keys, values and queries."""
         self.statistics = statistics
         self.formats = self.formats.calibrated(statistics)
+
+    def begin(self, kv_cache: Tensor) -> PagedLayer:
+        """The layer in its pool, which is made once, when formats are fitted."""
+        if self.paged is None:
+            pool = PagePool(kv_cache, self.layout)
+            self.paged = PagedLayer(self.formats, pool, self.sequences, self.dtype, self.drafts)
+        return self.paged
 
     def is_broken(self, block: int) -> bool:
         """Whether a block has a page that could not be held (`PagedLayer.broken`)."""
@@ -177,9 +206,8 @@ class FoldedImpl(AttentionImpl[FoldedMetadata]):  # type: ignore[misc]
         if attn_metadata.step is None:
             return self._observe(query, key, value, attn_metadata.starts, output)
         if self._attention is None:
-            self.paged = paged = PagedLayer(self.formats, PagePool(kv_cache, self.layout), self.slots, key.dtype)
             self._attention = PagedAttention(
-                paged, self.num_heads, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks
+                self.begin(kv_cache), self.num_heads, scaling=self.scale, softcap=self.softcap, sink_logits=self.sinks
             )
         tokens = attn_metadata.step.tokens
         output[:tokens] = self._attention(query[:tokens], key[:tokens], value[:tokens], attn_metadata.step)

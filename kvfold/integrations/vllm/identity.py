@@ -16,7 +16,7 @@ from kvfold.integrations.text import standard_text
 from kvfold.integrations.unpacking import kept_models
 from kvfold.integrations.vllm.options import Options
 
-LAYOUT = 1
+LAYOUT = 2
 """Of the bytes of a kept block. To be raised when they change."""
 
 

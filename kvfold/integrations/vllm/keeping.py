@@ -7,12 +7,12 @@ each has other layers or heads.
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvfold.cache.files.pages import PageFolder
-from kvfold.integrations.vllm.backend import FoldedImpl
+from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.options import Options
 
 logger = logging.getLogger("kvfold")
@@ -35,12 +35,20 @@ WAITING = 64
 """Blocks that wait to be written. Beyond that, steps wait for the disk, so that memory is bounded."""
 
 
+class Move(NamedTuple):
+    """A block that goes to the folder, or comes from it."""
+
+    key: str
+    block: int  # its number in the pool
+    begins: bool  # whether it has a request's first token, which goes with it
+
+
 @dataclass
 class KeptBlocks(KVConnectorMetadata):  # type: ignore[misc]
-    """What a step moves: pairs of a key and a block of the pool."""
+    """What a step moves."""
 
-    loads: list[tuple[str, int]] = field(default_factory=list)
-    stores: list[tuple[str, int]] = field(default_factory=list)
+    loads: list[Move] = field(default_factory=list)
+    stores: list[Move] = field(default_factory=list)
 
 
 @dataclass
@@ -67,7 +75,8 @@ class KeptPages(KVConnectorBase_V1):  # type: ignore[misc]
         # The worker's half.
         self.kind: Kind | None = None
         self.layers: list[FoldedImpl] = []
-        self.pools: list[Tensor] = []
+        self.pools: dict[str, Tensor] = {}  # by layer
+        self.builder: FoldedBuilder | None = None  # None if no layer of this worker folds
         self.failed: set[int] = set()
         self.writer: Writer | None = None
 
@@ -75,29 +84,44 @@ class KeptPages(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Know the pool's tensors, by layer."""
-        self.pools = [kv_caches[name] for name in sorted(kv_caches)]
+        self.pools = {name: kv_caches[name] for name in sorted(kv_caches)}
 
-    def begin(self, kind: str, layers: Iterable[FoldedImpl]) -> None:
+    def begin(self, kind: str, layers: Mapping[str, FoldedImpl], builder: FoldedBuilder | None) -> None:
         """Called by the worker once its formats are fitted."""
-        self.kind, self.layers = Kind(kind), list(layers)
+        self.kind, self.builder = Kind(kind), builder
+        self.layers = [layers[name] for name in self.pools if name in layers]
+        for name, layer in layers.items():
+            layer.begin(self.pools[name])
         self.writer = Writer(PageFolder(self.folder, kind, self.limit))
 
     def get_handshake_metadata(self) -> Kind | None:
         """What the scheduler's half must know of this worker."""
         return self.kind
 
+    def prepare(self, moves: KeptBlocks) -> None:
+        """Called by the worker before a step is planned: blocks that it loads lose what was known of them."""
+        if self.builder is not None:
+            self.builder.replace([move.block for move in moves.loads], self.layers)
+            for move in moves.loads:
+                if move.begins:
+                    self.builder.slots.firsts.begin(self._first_page(move))
+
+    def nothing(self) -> KeptBlocks:
+        """What a step moves that moves nothing."""
+        return KeptBlocks()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy pages into the pool before the step reads them."""
         if self.writer is None:
             return
-        for key, block in self._moves().loads:
-            page = self.writer.folder.load(key)
-            if page is None or len(page) != sum(pool[block].nbytes for pool in self.pools):
-                self.failed.add(block)
+        for move in self._moves().loads:
+            page, parts = self.writer.folder.load(move.key), self._parts(move)
+            if page is None or len(page) != sum(part.nbytes for part in parts):
+                self.failed.add(move.block)
                 continue
             content, at = torch.frombuffer(bytearray(page), dtype=torch.uint8), 0
-            for pool in self.pools:
-                own = pool[block].view(torch.uint8)
+            for part in parts:
+                own = part.view(torch.uint8)
                 own.copy_(content[at : at + own.numel()].view(own.shape))
                 at += own.numel()
 
@@ -105,10 +129,10 @@ class KeptPages(KVConnectorBase_V1):  # type: ignore[misc]
         """Take pages that the step completed out of the pool; they are written while the next steps run."""
         if self.writer is None:
             return
-        for key, block in self._moves().stores:
-            if not any(layer.is_broken(block) for layer in self.layers):
-                parts = [pool[block].contiguous().view(torch.uint8).numpy().tobytes() for pool in self.pools]
-                self.writer.put(key, b"".join(parts))
+        for move in self._moves().stores:
+            parts = [] if any(layer.is_broken(move.block) for layer in self.layers) else self._parts(move)
+            if parts:
+                self.writer.put(move.key, b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in parts))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded; the scheduler has them computed."""
@@ -125,6 +149,25 @@ class KeptPages(KVConnectorBase_V1):  # type: ignore[misc]
         """Write what waits."""
         if self.writer is not None:
             self.writer.finish()
+
+    def _parts(self, move: Move) -> list[Tensor]:
+        """What a block holds, layer by layer, and then the first token of each layer, if one is in it.
+
+        Nothing, if that has lost its place.
+        """
+        parts = [pool[move.block] for pool in self.pools.values()]
+        if move.begins and self.builder is not None:
+            place = self.builder.slots.firsts.of(self._first_page(move))
+            if place < 0:
+                return []
+            for layer in self.layers:
+                assert layer.paged is not None
+                parts += [layer.paged.first_keys[place], layer.paged.first_values[place]]
+        return parts
+
+    def _first_page(self, move: Move) -> int:
+        assert self.builder is not None
+        return move.block * self.builder.pages_a_block
 
     def _moves(self) -> KeptBlocks:
         moves = self._get_connector_metadata()
@@ -162,10 +205,8 @@ class KeptPages(KVConnectorBase_V1):  # type: ignore[misc]
             confirmed = min(done + tokens, keys.request.num_tokens)  # the others are drafts
             loads = self.loading.pop(name, range(0))
             completed = range(done // self.block_size, confirmed // self.block_size)
-            moves.loads += zip(keys.of(loads), blocks[loads.start : loads.stop], strict=True)
-            if keys.plain:
-                pairs = zip(keys.of(completed), blocks[completed.start : completed.stop], strict=True)
-                moves.stores += [(key, block) for key, block in pairs if not self._kept(key)]
+            moves.loads += keys.moves(loads, blocks)
+            moves.stores += [move for move in keys.moves(completed, blocks) if not self._kept(move.key)]
         self.loading.clear()
         return moves
 
@@ -210,6 +251,11 @@ class Keys:
                 tokens = np.array(self.request.all_token_ids[first : first + self.block_size], dtype=np.int64)
                 self.known.append(hashlib.sha256(self.known[-1].encode() + tokens.tobytes()).hexdigest())
             yield self.known[block + 1]
+
+    def moves(self, blocks: range, numbers: Sequence[int]) -> Iterator[Move]:
+        """Moves of some blocks, which are complete, by the numbers of all blocks in the pool."""
+        for block, key in zip(blocks, self.of(blocks), strict=self.plain):
+            yield Move(key, numbers[block], block == 0)
 
 
 class Writer:

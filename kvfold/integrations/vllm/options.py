@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvfold.cache.pool.firsts import places_for
 from kvfold.cache.pool.layout import PageLayout, why_not_paged
 from kvfold.cache.pool.plan import slots_for
 from kvfold.eviction import Eviction, QueryStatistics, StreamingLLM, TriAttention
@@ -86,8 +87,9 @@ class Options:
         return PageLayout(self.formats(head_dim)).slot_bytes(itemsize)
 
     def tail_bytes(self, head_dim: int, kv_heads: int, itemsize: int, drafts: int) -> int:
-        """Bytes of the unfinished pages that one layer keeps for a sequence."""
-        return slots_for(1, drafts) * self.formats(head_dim).keys.page_size * kv_heads * 2 * head_dim * itemsize
+        """Bytes of the unfinished pages and first tokens that one layer keeps for a sequence."""
+        tokens = slots_for(1, drafts) * self.formats(head_dim).keys.page_size + places_for(1)
+        return tokens * kv_heads * 2 * head_dim * itemsize
 
     def to_config(self) -> dict[str, Any]:
         """The options as `of` reads them."""

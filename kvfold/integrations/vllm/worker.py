@@ -20,7 +20,6 @@ from kvfold.integrations.vllm.backend import FoldedBuilder, FoldedImpl
 from kvfold.integrations.vllm.counters import count
 from kvfold.integrations.vllm.forgetting import NULL, Forgetting, policy_for
 from kvfold.integrations.vllm.identity import Identity
-from kvfold.integrations.vllm.keeping import KeptBlocks
 from kvfold.integrations.vllm.options import FEWEST, Options, drafts_of
 from kvfold.integrations.weights import sketch_of
 
@@ -59,7 +58,8 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                 "--kv-cache-memory-bytes"
             )
         logger.info(
-            "kvfold: of %.0f MiB, unfinished pages of up to %d sequences take %.0f MiB (--max-num-seqs lowers that).",
+            "kvfold: of %.0f MiB, unfinished pages and first tokens of up to %d sequences take %.0f MiB "
+            "(--max-num-seqs lowers that).",
             granted / 2**20, sequences, tails / 2**20,
         )  # fmt: skip
         return granted - tails
@@ -89,7 +89,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
             statistics = {index: impl.statistics for index, impl in layers.items()}
             slot = max((impl.layout.slot_bytes(1) for impl in layers.values()), default=0)
             kind = identity.kind(options, statistics, self.cache_config.block_size, slot)
-            get_kv_transfer_group().begin(kind, layers.values())
+            get_kv_transfer_group().begin(kind, dict(self._layers()), next(self._builders(), None))
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -103,6 +103,8 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                 for builder in self._builders(group):
                     builder.release(blocks)
                 blocks.clear()  # they belong to others now, and a preempted request may end before it gets new ones
+        if has_kv_transfer_group():
+            get_kv_transfer_group().prepare(scheduler_output.kv_connector_metadata)
         result = super().execute_model(scheduler_output)
         if self.rank % self.parallel_config.tensor_parallel_size == 0:  # other ranks fold other heads of the same pages
             folds = sum(builder.pages_folded * len(builder.layer_names) for builder in self._builders())
@@ -292,7 +294,7 @@ class FoldedWorker(CPUWorker):  # type: ignore[misc]
                     num_scheduled_tokens=number, total_num_scheduled_tokens=sum(number.values()),
                     scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, finished_req_ids=ended,
                     free_encoder_mm_hashes=[], num_common_prefix_blocks=[0] * len(blocks),
-                    kv_connector_metadata=KeptBlocks() if has_kv_transfer_group() else None,
+                    kv_connector_metadata=get_kv_transfer_group().nothing() if has_kv_transfer_group() else None,
                 )
             )  # fmt: skip
             if requests:

@@ -188,6 +188,8 @@ class PagedLayer:
         dtype: int,
         tail_keys: int,
         tail_values: int,
+        first_keys: int,
+        first_values: int,
     ) -> None: ...
 
 class PagedStep:

@@ -80,7 +80,9 @@ struct Sequence {
   void* out = nullptr;          // (kv_heads · repeat, queries, value_dim), of out_dtype
   std::size_t pages = 0;
   const std::int64_t* page_at = nullptr;  // each page's offset in bytes from the first; null: pages follow each other
-  const std::int64_t* folded_stop = nullptr;  // for each query, the position after the last that it reads folded
+  // For each query, the first position that it reads folded, and the one after the last. If `folded_start` is null, all queries
+  // read from the first token on.
+  const std::int64_t *folded_start = nullptr, *folded_stop = nullptr;
   const Span* spans = nullptr;
   std::size_t span_count = 0;
 };

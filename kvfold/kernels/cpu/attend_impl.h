@@ -54,7 +54,7 @@ class Worker {
         const std::size_t pages = first_pages({&unit, block, piece.end});
         const auto start = [&](std::size_t page) { return job_.pages_first + static_cast<std::int64_t>((block + page) * size_); };
         std::size_t seen = 0;
-        while (seen < pages && visible(start(seen), static_cast<std::int64_t>(size_), nullptr, sequence_->folded_stop)) ++seen;
+        while (seen < pages && visible(start(seen), static_cast<std::int64_t>(size_), sequence_->folded_start, sequence_->folded_stop)) ++seen;
         if (!seen) continue;
         const Piece rest{&unit, block + seen, piece.end};
         expect(block, seen, seen == pages && first_pages(rest) ? rest : following);
@@ -121,7 +121,7 @@ class Worker {
   void read_pages(const State& state, const float* rotated_query, std::size_t first, std::size_t pages, std::int64_t start) {
     const std::size_t tokens = pages * size_;
     read_keys(rotated_query, first, pages, tokens);
-    settle(state, tokens, start, tokens, tokens, nullptr, sequence_->folded_stop);
+    settle(state, tokens, start, tokens, tokens, sequence_->folded_start, sequence_->folded_stop);
     read_values(state, first, pages, tokens);
   }
 

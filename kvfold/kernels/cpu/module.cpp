@@ -186,23 +186,24 @@ struct PagedLayer : kvfold::PagedLayer {
   PagedLayer(const std::string& isa, const OwnedSide& key_side, const OwnedSide& value_side, const kvfold::Rotation& of_keys,
              const kvfold::Rotation& of_values, std::size_t heads, std::size_t repeats, std::size_t key_channels,
              std::size_t value_channels, float scale, float cap, std::uintptr_t logits, int tail_dtype,
-             std::uintptr_t key_tails, std::uintptr_t value_tails)
+             std::uintptr_t key_tails, std::uintptr_t value_tails, std::uintptr_t dense_keys, std::uintptr_t dense_values)
       : kernels(find(isa)), own_keys(key_side), own_values(value_side) {
     keys = own_keys.view(), values = own_values.view(), key_rotation = of_keys, value_rotation = of_values;
     kv_heads = heads, repeat = repeats, key_dim = key_channels, value_dim = value_channels;
     scaling = scale, softcap = cap, sink_logits = pointer<float>(logits), dtype = static_cast<kvfold::Dtype>(tail_dtype);
     tail_keys = reinterpret_cast<char*>(key_tails), tail_values = reinterpret_cast<char*>(value_tails);
+    first_keys = pointer<char>(dense_keys), first_values = pointer<char>(dense_values);
   }
   PagedLayer(const PagedLayer&) = delete;  // its sides point into it
 };
 
 kvfold::PagedStep paged_step(ConstInts rows, ConstInts page_at, std::size_t page_size) {
-  require(rows.ndim() == 2 && rows.shape(1) == 7, "rows must have the shape (sequences, 7)");
+  require(rows.ndim() == 2 && rows.shape(1) == 8, "rows must have the shape (sequences, 8)");
   require(page_at.ndim() == 2 && page_at.shape(0) == rows.shape(0), "page_at must have the shape (sequences, pages)");
   std::vector<kvfold::PagedRow> own;
   for (std::size_t i = 0; i < rows.shape(0); ++i) {
-    const std::int64_t* row = rows.data() + 7 * i;
-    own.push_back({row[0], row[1], row[2], row[3], row[4], {row[5], row[6]}});
+    const std::int64_t* row = rows.data() + 8 * i;
+    own.push_back({row[0], row[1], row[2], row[3], row[4], {row[5], row[6]}, row[7]});
     require(row[0] >= 0 && row[1] >= 1 && row[2] >= row[1], "a row has at least one new token");
     const auto size = static_cast<std::int64_t>(page_size);
     require((row[2] - 1) / size <= static_cast<std::int64_t>(page_at.shape(1)), "page_at must name every page that is read");
@@ -256,7 +257,7 @@ NB_MODULE(_cpu, m) {
   nb::class_<PagedLayer>(m, "PagedLayer")
       .def(nb::init<const std::string&, const OwnedSide&, const OwnedSide&, const kvfold::Rotation&, const kvfold::Rotation&,
                     std::size_t, std::size_t, std::size_t, std::size_t, float, float, std::uintptr_t, int, std::uintptr_t,
-                    std::uintptr_t>());
+                    std::uintptr_t, std::uintptr_t, std::uintptr_t>());
   nb::class_<kvfold::PagedStep>(m, "PagedStep").def("attend", &paged_attend);
   m.def("paged_step", &paged_step);
   nb::class_<TokenSide>(m, "TokenSide")

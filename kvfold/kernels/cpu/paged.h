@@ -1,5 +1,5 @@
-// Attention of many sequences at once, for engines that schedule requests. Each sequence has its pages anywhere in a pool and
-// its unfinished page dense in a slot of a side buffer. kvfold/attention/pool.py says what a query reads.
+// Attention of many sequences at once, for engines that schedule requests. Each sequence has its pages anywhere in a pool, and
+// its unfinished page and its first token dense in slots of side buffers. kvfold/attention/pool.py says what a query reads.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +21,7 @@ struct PagedLayer {
   const float* sink_logits = nullptr;
   Dtype dtype = Dtype::float32;  // of tails, queries, keys and values
   char *tail_keys = nullptr, *tail_values = nullptr;  // (slots, kv_heads, page_size, key_dim) and (…, value_dim)
+  const char *first_keys = nullptr, *first_values = nullptr;  // (slots, kv_heads, key_dim) and (…, value_dim)
 };
 
 // (tokens, heads, dim) with strides in elements.
@@ -37,6 +38,7 @@ struct PagedRow {
   std::int64_t tail;      // slot of the older tokens in the page that the first new token joins; -1 if there are none
   std::int64_t kept;      // page from which on new tokens are kept dense
   std::int64_t slots[2];  // of that page and the next; -1 if no token is in them
+  std::int64_t dense_first;  // slot of its first token; -1 if that is read folded, as the others of its page
 };
 
 // A step, the same for all layers that share pages and tails.
@@ -47,7 +49,7 @@ class PagedStep {
       : rows_(std::move(rows)), page_at_(std::move(page_at)), width_(width), size_(static_cast<std::int64_t>(page_size)) {
     for (const PagedRow& row : rows_)
       for (std::int64_t t = row.length - row.count; t < row.length; ++t)
-        starts_.push_back(t / size_ * size_), stops_.push_back(t + 1);
+        starts_.push_back(t / size_ * size_), stops_.push_back(t + 1), folded_starts_.push_back(row.dense_first >= 0 ? 1 : 0);
   }
 
   // Attention by `kernel` into `out`, (tokens, heads, value_dim). New tokens that stay dense go to their slots. Where a row's keys
@@ -59,7 +61,7 @@ class PagedStep {
     const std::size_t key_slot = layer.kv_heads * size * layer.key_dim, value_slot = layer.kv_heads * size * layer.value_dim;
     std::vector<Sequence> sequences;
     std::vector<std::size_t> broken;
-    std::vector<Span> spans(2 * rows_.size());
+    std::vector<Span> spans(3 * rows_.size());
     std::size_t done = 0;
     for (std::size_t i = 0; i < rows_.size(); ++i) {
       const PagedRow& row = rows_[i];
@@ -78,14 +80,20 @@ class PagedStep {
       sequence.query = query.at + first * query.token * item;
       sequence.out = out + first * wide;
       sequence.pages = static_cast<std::size_t>((row.length - 1) / size_);
-      sequence.page_at = page_at_.data() + i * width_, sequence.folded_stop = start;
-      Span* own = &spans[2 * i];
+      sequence.page_at = page_at_.data() + i * width_, sequence.folded_start = &folded_starts_[done], sequence.folded_stop = start;
+      Span* own = &spans[3 * i];
       own[0] = {layer.tail_keys + tail * key_slot * item, layer.tail_values + tail * value_slot * item,
                 size * layer.key_dim, layer.key_dim, size * layer.value_dim, layer.value_dim,
                 layer.dtype, before / size_ * size_, static_cast<std::size_t>(before % size_), start, stop};
       own[1] = {key.at + first * key.token * item, value.at + first * value.token * item, key.head, key.token, value.head,
                 value.token, layer.dtype, before, sequence.queries, start, stop};
       sequence.spans = own, sequence.span_count = 2;
+      if (row.dense_first >= 0 && sequence.pages) {  // read by those queries that read its page folded
+        const std::size_t slot = static_cast<std::size_t>(row.dense_first) * layer.kv_heads;
+        own[2] = {layer.first_keys + slot * layer.key_dim * item, layer.first_values + slot * layer.value_dim * item,
+                  layer.key_dim, 0, layer.value_dim, 0, layer.dtype, 0, 1, nullptr, start};
+        sequence.span_count = 3;
+      }
       sequences.push_back(sequence);
       done += sequence.queries;
     }
@@ -144,7 +152,8 @@ class PagedStep {
   std::vector<std::int64_t> page_at_;
   std::size_t width_;
   std::int64_t size_;
-  std::vector<std::int64_t> starts_, stops_;  // of each query: the start of its own page, and its end of reading
+  // Of each query: the start of its own page, its end of reading, and where it begins to read folded tokens.
+  std::vector<std::int64_t> starts_, stops_, folded_starts_;
 };
 
 }  // namespace kvfold

@@ -127,7 +127,7 @@ struct Rows : kvfold::Addresses {
                          tokens, from_first ? nullptr : folded_until, stop.data()});
     std::vector<kvfold::Sequence> sequences;
     for (std::size_t row = 0; row < batch; ++row)
-      sequences.push_back({row, n, query->at(row, 0), const_cast<void*>(out->at(row, 0)), pages, nullptr, folded_stop.data(),
+      sequences.push_back({row, n, query->at(row, 0), const_cast<void*>(out->at(row, 0)), pages, nullptr, nullptr, folded_stop.data(),
                            spans.data() + row * given.size(), given.size()});
     job.sequences = sequences.data(), job.count = batch;
     nb::gil_scoped_release release;

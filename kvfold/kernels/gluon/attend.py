@@ -678,7 +678,7 @@ def _block_sums(
 )
 def attend_pages(
     query, maxima, totals, sums,
-    first, count, pages, table, stop,
+    first, count, pages, table, stop, skipped,
     mask, mask_sequence, mask_head, mask_query, mask_columns, position,
     k_code, k_tables, k_scale, k_offset, k_centre, k_channel_scale, k_plain,
     v_code, v_tables, v_scale, v_offset, v_centre, v_channel_scale,
@@ -734,6 +734,8 @@ def attend_pages(
         own = _value_words(v_code + unit * VALUES.code, begin, g, t, warp, VALUES)
         at = page * KEYS.page_size + begin + token
         visible = at[:, None] < limit[None, :]
+        if skipped is not None:
+            visible = visible & (at >= gl.load(skipped + sequence))[:, None]
         if mask is not None:
             visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head, new - start,
                                 position + at, visible)  # fmt: skip

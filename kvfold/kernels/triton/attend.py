@@ -44,7 +44,7 @@ def _unmasked(mask, by_sequence, by_head, by_query, columns, sequence, head, que
 )
 def attend_pages(
     query, maxima, totals, sums,
-    first, count, pages, table, stop,
+    first, count, pages, table, stop, skipped,
     mask, mask_sequence, mask_head, mask_query, mask_columns, position,
     k_code, k_lut, k_groups, k_scale, k_offset, k_centre, k_channel_scale, k_plain,
     v_code, v_lut, v_bits, v_groups, v_scale, v_offset, v_centre, v_channel_scale,
@@ -58,7 +58,8 @@ def attend_pages(
     query: q̃ and plain channels, scaled, (tokens, heads, code_dim + plain_dim). maxima, totals: (parts, tokens, heads);
     sums: (parts, tokens, heads, code_dim). first, count, pages: of each sequence, its new tokens and pages. table:
     (sequences, width), the first head's unit of each page; None if units are (sequences, heads, width). stop: how many
-    folded tokens each new token reads. position: that of the first folded token, for the mask. BLOCK divides a page.
+    folded tokens each new token reads, the first `skipped` of its sequence excepted (None for 0). position: that of the
+    first folded token, for the mask. BLOCK divides a page.
     """
     KV_HEADS: tl.constexpr = HEADS // REPEAT
     sequence, kv_head, split = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
@@ -93,6 +94,8 @@ def attend_pages(
             scores += multiply(q_plain, rest.to(tl.float32), EXACT)
         at = page * KEYS.page_size + token
         visible = at[None, :] < limit[:, None]
+        if skipped is not None:
+            visible &= (at >= tl.load(skipped + sequence))[None, :]
         if mask is not None:
             visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head,
                                 new - tl.load(first + sequence), position + at, visible)  # fmt: skip
