@@ -9,6 +9,7 @@ import transformers
 from vllm.engine.arg_utils import EngineArgs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
@@ -29,7 +30,7 @@ def _config(model: Path, **options: Any) -> Any:
         ({"kv_cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype = 'turboquant_4bit_nc' asks for another form"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "KV connectors move blocks .* leave --kv-transfer-config out; --keep keeps folded ones",
+            "'ExampleConnector' moves blocks of dense values: give NixlConnector, or --keep a folder",
         ),
         ({"runner": "pooling"}, "models that pool generate nothing: leave kvfold out"),
         ({"worker_cls": "own.Worker"}, "worker_cls = 'own.Worker' does not tell when requests end"),
@@ -55,7 +56,7 @@ def test_as_many_sequences_run_as_have_room(tiny_llama: Path, speculative_config
     memory = {"kv_cache_memory_bytes": 128 << 20, "speculative_config": speculative_config}
     assert _config(tiny_llama, **memory, max_num_seqs=256).scheduler_config.max_num_seqs == most
     assert _config(tiny_llama, **memory, max_num_seqs=10).scheduler_config.max_num_seqs == 10
-    with pytest.raises(ValueError, match=r"one sequence's unfinished page takes .* bytes.*give at least"):
+    with pytest.raises(ValueError, match=r"one sequence's unfinished page and first .* bytes.*give at least"):
         _config(tiny_llama, **memory | {"kv_cache_memory_bytes": 1 << 19})
 
 
@@ -82,6 +83,33 @@ def test_as_many_sequences_run_as_have_room(tiny_llama: Path, speculative_config
 def test_own_options_that_mean_nothing_are_refused(tiny_llama, own, message) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         _config(tiny_llama, additional_config={"kvfold": own})
+
+
+@pytest.mark.parametrize(
+    ("own", "extra", "message"),
+    [
+        ({"eviction": "streaming"}, {}, "have no whole prompt to give away: leave --eviction or --kv-transfer-config"),
+        ({"keep": "folder"}, {}, "give --keep or --kv-transfer-config, not both"),
+        (
+            {},
+            {"enforce_handshake_compat": False},
+            "read each other's pages wrongly: leave enforce_handshake_compat out",
+        ),
+        ({}, {"bidirectional_kv_xfer": True}, "leave bidirectional_kv_xfer out"),
+    ],
+)
+def test_transfers_that_would_give_wrong_pages_are_refused(tiny_llama: Path, own, extra, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(
+            tiny_llama,
+            additional_config={"kvfold": own},
+            kv_transfer_config=NIXL | {"kv_connector_extra_config": extra},
+        )
+
+
+def test_pages_of_windows_do_not_travel(tiny_gemma3: Path) -> None:
+    with pytest.raises(ValueError, match="pages of models with sliding windows do not travel"):
+        _config(tiny_gemma3, kv_transfer_config=NIXL)
 
 
 def test_stages_do_not_forget(tiny_llama: Path) -> None:

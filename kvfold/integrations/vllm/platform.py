@@ -18,6 +18,8 @@ STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 FOLDED_WORKER = "kvfold.integrations.vllm.worker.FoldedWorker"
 FOLDED_SCHEDULER = "kvfold.integrations.vllm.scheduler.FoldedScheduler"
 KEEPER = "KeptPages"
+NIXL, FOLDED_NIXL = ("NixlConnector", "NixlPullConnector"), "FoldedNixl"
+"""vLLM's names of the connector that another engine's workers read from, and the name of ours."""
 DRAFTS = ("ngram",)
 """Ways to draft, by vLLM's names: those without layers of their own."""
 DENSE_KERNEL_BLOCK = 32
@@ -59,6 +61,8 @@ class FoldedCpuPlatform(CpuPlatform):  # type: ignore[misc]
                 kv_connector=KEEPER, kv_connector_module_path="kvfold.integrations.vllm.keeping", kv_role="kv_both",
                 kv_load_failure_policy="recompute",
             )  # fmt: skip
+        elif (transfer := vllm_config.kv_transfer_config) is not None:
+            transfer.kv_connector, transfer.kv_connector_module_path = FOLDED_NIXL, "kvfold.integrations.vllm.nixl"
 
     @classmethod
     def get_attn_backend_cls(
@@ -83,6 +87,8 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig", options: Options) -> 
     """Raise on settings under which folded pages would not hold what the engine believes."""
     cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
     scheduler, transfer = vllm_config.scheduler_config.scheduler_cls, vllm_config.kv_transfer_config
+    connector, extra = transfer and transfer.kv_connector, (transfer and transfer.kv_connector_extra_config) or {}
+    nixl = connector in (*NIXL, FOLDED_NIXL)
     if options.eviction is not None:
         options.policy()  # its file is there, and its budget is enough
     own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
@@ -91,8 +97,18 @@ def _refuse_what_would_be_wrong(vllm_config: "VllmConfig", options: Options) -> 
             drafts is not None and drafts.method not in DRAFTS,
         "the connectors behind --kv-offloading-size do not run on CPUs: leave it out":
             cache.kv_offloading_size is not None,
-        "KV connectors move blocks of dense values: leave --kv-transfer-config out; --keep keeps folded ones":
-            transfer is not None and transfer.kv_connector != KEEPER,
+        f"the connector {connector!r} moves blocks of dense values: give NixlConnector, or --keep a folder":
+            connector not in (None, *NIXL, FOLDED_NIXL, KEEPER),
+        "requests that forget have no whole prompt to give away: leave --eviction or --kv-transfer-config out":
+            options.eviction is not None and nixl,
+        "pages of models with sliding windows do not travel: leave --kv-transfer-config out":
+            nixl and _has_windows(vllm_config.model_config),
+        "pages go to a folder or to another engine: give --keep or --kv-transfer-config, not both":
+            options.keep is not None and nixl,
+        "engines that did not compare their formats would read each other's pages wrongly: leave "
+        "enforce_handshake_compat out": nixl and not extra.get("enforce_handshake_compat", True),
+        "pages travel from the engine that reads to the one that decodes: leave bidirectional_kv_xfer out":
+            nixl and bool(extra.get("bidirectional_kv_xfer")),
         "pages of models with sliding windows are not kept: leave --keep out":
             options.keep is not None and _has_windows(vllm_config.model_config),
         "what a request computes after it forgot something is no other's: give --keep or --eviction, not both":
@@ -165,8 +181,8 @@ def _lower_sequences(vllm_config: "VllmConfig", options: Options) -> None:
     room = memory // 2 // each
     if room < 1:
         raise ValueError(
-            f"kvfold: kv_cache_memory_bytes = {memory:,}: one sequence's unfinished page takes {each:,} bytes, and at "
-            f"most half of the memory is for these: give at least {2 * each:,}"
+            f"kvfold: kv_cache_memory_bytes = {memory:,}: one sequence's unfinished page and first tokens take "
+            f"{each:,} bytes, and at most half of the memory is for these: give at least {2 * each:,}"
         )
     if scheduler.max_num_seqs > room:
         logger.warning(
