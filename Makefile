@@ -62,6 +62,7 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/quality/ingredients.py
 	$(BIN)/python benchmarks/quality/kinds.py
 	$(BIN)/python benchmarks/quality/head_dims.py
+	$(BIN)/python benchmarks/quality/first_tokens.py
 	$(BIN)/python benchmarks/quality/rivals/rivals.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/eviction.py

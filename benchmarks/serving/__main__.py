@@ -3,7 +3,7 @@
 Each kind of cache has a server of its own, one after the other, with the same threads, lengths, memory and requests,
 which are streamed, greedy and of fixed length. Run it with the Python of the environment that has vLLM and kvfold, and
 on a machine that does nothing else: one other busy process can slow a server's threads, which wait for one another,
-tenfold. There are six parts:
+tenfold. There are seven parts:
 
 startup  The tokens that the engine says its pool holds, at equal memory, for SmolLM2 (head_dim 64) and for a small
          random Llama of head_dim 128.
@@ -13,8 +13,9 @@ speed    Decoding by 1, 8 and 32 users at once, after prompts of several lengths
          user's speed is its tokens between its first and last arrival in there over the time between the two; tok/s is
          the sum over users, "ms a token" the time of a step, users / tok/s, and "context ms" what a step takes above
          the one after the shortest prompt: attention. "Reading" is the time to the first token of a prompt that is
-         not cached. Medians over rounds that each go through all cells, in brackets the least and the most. (What
-         users share may stay in the processor's own caches from one user to the next, which helps the larger cache.)
+         not cached. Medians over rounds that each go through all cells, in brackets the least and the most. What users
+         share may stay in the processor's own caches from one user to the next, which helps the larger cache; with
+         --apart each has a document of its own.
 load     Requests a minute when memory is short: 32 users in a closed loop, prompts of 500 to 1,500 tokens of which no
          two are alike, answers of 128 to 384, and a pool in which a bfloat16 cache must queue and preempt. Requests a
          minute are those of the whole list; latency runs from sending a request to its last token; "running" and
@@ -25,6 +26,8 @@ kept     A server reads a prompt of 4,000 tokens, ends, and starts again: the ti
          kvfold's kinds keep their pages in a folder.
 forget   Requests a minute as in "load", by 16 users with prompts of 3,000 to 7,000 tokens; kvfold's kinds once more
          with a budget of 2,048 tokens a request (--eviction streaming).
+drafts   Decoding without and with drafts by n-grams, by 1 and 8 users: after a passage and its first quarter again,
+         which a model likes to copy, and after a passage alone.
 
     python benchmarks/serving                               # all parts and kinds: about an hour
     python benchmarks/serving --quick                       # the same in small: a quarter of one
@@ -53,7 +56,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvfold.cli.output import to_stdout
 
-PARTS = ("startup", "speed", "load", "soak", "kept", "forget")
+PARTS = ("startup", "speed", "load", "soak", "kept", "forget", "drafts")
 KINDS = ("bf16", "fp8", "kvfold-4")
 """bf16 and fp8 are vLLM's own caches; other names are formats of kvfold."""
 RESULTS = Path(__file__).resolve().parents[2] / "build" / "serving.json"
@@ -85,11 +88,22 @@ def arguments() -> argparse.Namespace:
     add("--repeat-first", action="store_true", help="serve the first kind once more at the end, beside itself")
     add("--contexts", type=numbers, help="speed: lengths of prompts in tokens")
     add("--users", type=numbers, help="speed: numbers of users, 32 at most")
-    add("--rounds", type=int, help="speed: how often each cell is measured")
+    add("--rounds", type=int, help="speed and drafts: how often each cell is measured")
+    add(
+        "--apart",
+        action="store_true",
+        default=None,
+        help="speed: users have documents of their own, which the pool must hold together",
+    )
     add("--new", type=int, help="speed: tokens that each user decodes")
     add("--requests", type=int, help="load and soak: how many")
     add("--pool-mib", type=int, help="memory of the cache; it must hold one request of the longest")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of a server's model, by default the cores")
+    add(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="of a server's model, by default the cores; 0 for vLLM's own binding",
+    )
     add("--serve-options", default="", help="for all kinds, as in --serve-options='--enforce-eager --block-size 64'")
     add("--start-timeout", type=float, default=600, help="seconds after which a server counts as failed")
     add("--json", type=Path, default=RESULTS, help="where results go, part by part; by default build/serving.json")
@@ -119,7 +133,7 @@ def run(progress: Progress, part: ModuleType, kind: str, plan: Any, more: list[s
     """One kind's rows of a part, from a server of its own."""
     from server import Server, pool_options, served
 
-    if part.__name__ in ("startup", "kept", "forget"):
+    if part.__name__ in ("startup", "kept", "forget", "drafts"):
         return part.run(progress, kind, plan, more, **settings)
     log = settings.pop("logs") / f"{part.__name__}-{kind.replace(' ', '-')}.log"
     with served(progress, Server(kind, [*pool_options(plan), *more], log, **settings)) as ready:

@@ -49,6 +49,8 @@ class Server:
 
     Attributes
     ----------
+    threads
+        Of its model, unbound, which sleep while they wait; 0 for those that vLLM binds by itself.
     others
         Share of the machine that other processes kept busy in the second before it started.
     seconds
@@ -77,11 +79,12 @@ class Server:
         name, more = kind_options(self.kind)
         options = [*self.options, *more, "--host", "127.0.0.1", "--port", str(port)]
         command = server_command(name, options, self.model)
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(self.threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" keeps a core for other processes, half of a machine of two
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        environment = os.environ | {"VLLM_NO_USAGE_STATS": "1"}
+        if self.threads:  # by itself, vLLM keeps a core for other processes, half of a machine of two
+            environment |= {
+                "OMP_NUM_THREADS": str(self.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_WAIT_POLICY": "passive",
+            }  # fmt: skip
         self.url = f"http://127.0.0.1:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.others = psutil.cpu_percent(interval=1) / 100

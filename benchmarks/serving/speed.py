@@ -25,6 +25,7 @@ class Plan:
     max_model_len: int = 8_192
     max_num_seqs: int = 32
     pool_mib: int = 1_024
+    apart: bool = False
 
     def new_tokens(self, users: int) -> int:
         return self.new_of_many if users >= self.many else self.new
@@ -36,7 +37,7 @@ class Plan:
 
 
 PLAN, QUICK = Plan(), Plan(contexts=(64, 2_048), users=(1, 8), rounds=2, new=32, pool_mib=256)
-CHOICES = ("contexts", "users", "rounds", "new", "pool_mib")
+CHOICES = ("contexts", "users", "rounds", "new", "pool_mib", "apart")
 """What the command line may change."""
 
 
@@ -77,16 +78,23 @@ async def measure(server: Server, plan: Plan, advance: Advance) -> list[Row]:
         before = await client.preemptions()
         for i in range(plan.rounds):
             for j, context in enumerate(plan.contexts):
-                # Every document starts at a place of its own, so the first to ask for it has it read.
-                at = 100 + 997 * (i * len(plan.contexts) + j)
-                at %= len(text) - context - SUFFIX * max(plan.users)
-                own = at + context - len(chat) - SUFFIX
-                document = [*chat, *text[at:own]]
-                reading[context].append((await client.complete([*document, *text[own : own + SUFFIX]], 1)).first)
+                # Every document starts at a place of its own, so the first to ask for it has it read. Those of users
+                # apart are the same in each round, as reading them takes long.
+                at, most = 100 + 997 * (j if plan.apart else i * len(plan.contexts) + j), max(plan.users)
+                starts = (at + user * context * plan.apart for user in range(most))
+                starts = [start % (len(text) - context - SUFFIX * most) for start in starts]
+                long = context - len(chat) - SUFFIX
+                documents = [[*chat, *text[start : start + long]] for start in starts]
+                tails = [text[start + long + SUFFIX * user :][:SUFFIX] for user, start in enumerate(starts)]
+                for document, tail in zip(documents, tails, strict=True) if plan.apart else [(documents[0], tails[0])]:
+                    if not plan.apart or i == 0:
+                        reading[context].append((await client.complete([*document, *tail], 1)).first)
                 for users in plan.users:
-                    tails = [text[own + SUFFIX * u :][:SUFFIX] for u in range(users)]
                     answers = await asyncio.gather(
-                        *(client.complete([*document, *tail], plan.new_tokens(users)) for tail in tails)
+                        *(
+                            client.complete([*documents[user], *tails[user]], plan.new_tokens(users))
+                            for user in range(users)
+                        )
                     )
                     rates[context, users].append(decode_rate(answers))
                     advance()
