@@ -17,7 +17,8 @@ from kvfold.eviction import Eviction, StreamingLLM, TriAttention
 from kvfold.formats.base import Window
 from kvfold.integrations.vllm.forgetting import folds
 
-FORMAT = "turboquant-8"
+FORMAT = "turboquant-4"
+FINE = "turboquant-8"
 """Codes so fine that the first token, which is dense in the engine alone, is the same in FoldedCache, too."""
 BUDGET, CHUNK, PAGE = 512, 512, 64
 LONG = {"max_model_len": 2048, "max_num_batched_tokens": CHUNK}
@@ -100,7 +101,7 @@ def _forgotten(table: list[int | None]) -> set[int]:
 def _in_transformers(model: Any, policy: Eviction, prompt: list[int], new: list[int]) -> tuple[list[float], set[int]]:
     """By how much the engine's tokens fall short of the likeliest, read in the same chunks, and which pages went."""
     cache = kvfold.FoldedCache(
-        model.config, policy=Policy(FORMAT, window=Window(recent=1)), eviction=policy, dense_dtype=torch.float32
+        model.config, policy=Policy(FINE, window=Window(recent=1)), eviction=policy, dense_dtype=torch.float32
     )
     chunks = [prompt[at : at + CHUNK] for at in range(0, len(prompt), CHUNK)] + [[token] for token in new[:-1]]
     short = []
@@ -122,13 +123,13 @@ def test_the_same_pages_go_as_in_transformers(
     policy: Eviction = StreamingLLM(budget=BUDGET)
     if kind == "tria":
         policy = TriAttention(kvfold.QueryStatistics.load(statistics), budget=BUDGET)
-    with _engine(tiny_llama, statistics if kind == "tria" else kind) as llm:
+    with _engine(tiny_llama, statistics if kind == "tria" else kind, FINE) as llm:
         steps = _run(llm, {"one": prompt}, new)
         free = _scheduler(llm).kv_cache_manager.block_pool
         assert free.get_num_free_blocks() == free.num_gpu_blocks - 1
         assert slots_in_use(llm) == 0
     short, gone = _in_transformers(model, policy, prompt, steps.tokens["one"])
-    tie = rounding.tie_of(tiny_llama, [prompt[:600]], FORMAT, FORMAT)
+    tie = rounding.tie_of(tiny_llama, [prompt[:600]], FINE, FINE)
     print(f"\n{kind}: at worst {max(short):.1e} short of the likeliest; a tie is {tie:.1e}; gone: {sorted(gone)}")
     assert max(short) < tie
     assert _forgotten(steps.tables["one"][-1]) == gone
