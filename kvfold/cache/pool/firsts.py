@@ -1,8 +1,8 @@
 """Where sequences have their first tokens, which stay dense in a pool.
 
 Attention gives the first token more weight than any other, and its key lies far from those of others: folded, it costs
-as much as the first sixteen together. A block of a pool has no room for it, so it lies beside, and is found by the
-number of the first page.
+about as much as all others together (`benchmarks/quality/first_tokens.py`). A block of a pool has no room for it, so it
+lies beside, and is found by the number of the first page.
 """
 
 from collections.abc import Iterable
