@@ -61,12 +61,10 @@ def test_the_cache_gets_memory_that_is_there(
 @pytest.mark.parametrize(
     ("given", "sequences"),
     [
-        (
-            ["--kv-cache-memory-bytes", "256M"],
-            22,
-        ),  # of 256 MiB an eighth, 30 layers x 3 heads x 2 x 64 x 64 numbers each
-        (["--kv-cache-memory-bytes", "256M", "--dtype", "float32"], 11),
-        (["--kv-cache-memory-bytes", "256M", "-tp", "3"], 68),
+        # Of 256 MiB an eighth; each has 30 layers x 3 heads x 2 x (64 + 4 first) tokens x 64 numbers.
+        (["--kv-cache-memory-bytes", "256M"], 21),
+        (["--kv-cache-memory-bytes", "256M", "--dtype", "float32"], 10),
+        (["--kv-cache-memory-bytes", "256M", "-tp", "3"], 64),
         (["--kv-cache-memory-bytes", "256M", "--speculative-config", "{}"], 11),
         (["--kv-cache-memory-bytes", "16M"], 4),
         (["--kv-cache-memory-bytes", "64G"], 256),
