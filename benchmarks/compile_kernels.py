@@ -2,8 +2,9 @@
 
 Attention over a small cache, and folding, are called as usual; each launch is compiled for the target and not run.
 "a number" are the instructions that a thread spends on each number of a page for all rows of a KV head, or for 64 of
-them; where a program has fewer, several read the page. An H200 has some 28·10¹² a second; a dense kernel that is bound
-by memory reads 2.2·10¹² bfloat16 numbers in that time.
+them; where a program has fewer, several read the page. Where many rows read pages unfolded, the row "together" adds up
+what 64 of them take. An H200 has some 28·10¹² a second; a dense kernel that is bound by memory reads 2.2·10¹² bfloat16
+numbers in that time.
 
     python benchmarks/compile_kernels.py [--targets cuda:90,cuda:80,hip:gfx942] [--formats kvfold-4] [--json FILE]
 
@@ -33,6 +34,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from kvfold.attention.triton import attend_pool, attend_rows, sides
+from kvfold.attention.triton.unfolded import ROWS
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
 from kvfold.cache.pool.layer import PagedLayer
@@ -54,7 +56,6 @@ TYPES = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
-MOST_ROWS = 64
 
 
 def launches(work: Callable[[], object], tensor_cores: bool = False) -> list[Launch]:
@@ -104,19 +105,60 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
     return {"registers": int(pairs["REG"]), "spilled": int(pairs["STACK"])}
 
 
-def instructions(compiled: triton.compiler.CompiledKernel, numbers: int) -> float:
-    """Of a thread of NVIDIA's in the longest loop, for each of the `numbers` that the program reads in one turn."""
+def instructions(compiled: triton.compiler.CompiledKernel, passes: bool) -> int:
+    """Of all threads of a program of NVIDIA's: in one turn of the longest loop, or in all if there is none.
+
+    `passes`: leave out what the longest branch in the loop passes over, as in a block that needs no mask.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         text = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
-    longest = 0
-    for at, what in lines:
-        jump = re.search(r"BRA.* 0x([0-9a-f]+)", what)
-        if jump and int(jump[1], 16) < at:
-            longest = max(longest, sum(int(jump[1], 16) <= other <= at for other, _ in lines))
-    return longest * 32 * compiled.metadata.num_warps / numbers
+    jumps = [(at, int(jump[1], 16)) for at, what in lines if (jump := re.search(r"BRA.* 0x([0-9a-f]+)", what))]
+    loops = [(to, at) for at, to in jumps if to < at] or [(0, max(at for at, what in lines if "EXIT" in what))]
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0])
+    turn = sum(first <= at <= last for at, _ in lines)
+    if passes:
+        turn -= max(
+            (sum(at < other < to for other, _ in lines) for at, to in jumps if first <= at < to <= last), default=0
+        )
+    return turn * 32 * compiled.metadata.num_warps
+
+
+def a_number(
+    kernel: JITFunction, arguments: dict[str, Any], queries: int, unfolded: list[torch.Tensor],
+    compiled: triton.compiler.CompiledKernel,
+) -> float | None:  # fmt: skip
+    """Instructions for each number of pages, of keys and values, and for 64 rows.
+
+    None for kernels that read neither pages nor what was `unfolded` from them.
+    """
+    if kernel.__name__ == "unfold":
+        return (
+            instructions(compiled, False)
+            * min(ROWS / queries, 1)
+            / (2 * arguments["BLOCK"] * arguments["SHAPE"].code_dim)
+        )
+    programs = max(min(queries, ROWS) / arguments.get("ROWS", ROWS), 1)
+    if kernel.__name__ == "attend_pages":
+        block = 64 if kernel.is_gluon() else arguments["BLOCK"]
+        read = block * sum(arguments[side].code_dim for side in ("KEYS", "VALUES"))
+        return instructions(compiled, False) * programs / read
+    if kernel.__name__ == "attend_dense" and any(arguments["key"] is x for x in unfolded):
+        read = arguments["BLOCK"] * (arguments["KEY_DIM"] + arguments["VALUE_DIM"])
+        return instructions(compiled, True) * programs / read
+    return None
+
+
+def counted(work: Callable[[], object], target: GPUTarget, queries: int, tensor_cores: bool) -> float:
+    """Instructions of `work` for a number of pages, of all kernels that read pages or what is unfolded from them."""
+    found, total = launches(work, tensor_cores), 0.0
+    unfolded = [arguments["to"] for kernel, arguments, _ in found if kernel.__name__ == "unfold"]
+    for kernel, arguments, options in found:
+        compiled = triton.compile(source(kernel, arguments), target=target, options=options)
+        total += a_number(kernel, arguments, queries, unfolded, compiled) or 0
+    return total
 
 
 def over_rows(
@@ -210,18 +252,20 @@ def main() -> None:
             found = launches(work, backend == "cuda")
             if backend == "cuda" and args.twin:
                 found += launches(work)
+            unfolded = [arguments["to"] for kernel, arguments, _ in found if kernel.__name__ == "unfold"]
+            together = 0.0
             for kernel, arguments, options in found:
                 compiled = triton.compile(source(kernel, arguments), target=gpu, options=options)
                 row = {"target": target, "kernel": kernel.__name__, "in": "Gluon" if kernel.is_gluon() else "Triton",
                        "for": what, "warps": compiled.metadata.num_warps, "shared bytes": compiled.metadata.shared,
                        } | resources(compiled)  # fmt: skip
-                if backend == "cuda" and kernel.__name__ == "attend_pages":
-                    block = 64 if kernel.is_gluon() else arguments["BLOCK"]
-                    read = sum(arguments[side].code_dim for side in ("KEYS", "VALUES")) * block
-                    programs = max(min(queries, MOST_ROWS) / arguments["ROWS"], 1)
-                    row["a number"] = round(instructions(compiled, read) * programs, 1)
+                count = a_number(kernel, arguments, queries, unfolded, compiled) if backend == "cuda" else None
+                if count is not None:
+                    row["a number"], together = round(count, 1), together + count
                 if row not in rows:
                     rows.append(row)
+            if unfolded and together and not args.twin:
+                rows.append({"target": target, "kernel": "together", "for": what, "a number": round(together, 1)})
     table = Table(title="kernels as compiled")
     columns = dict.fromkeys(column for row in rows for column in row)
     for column in columns:

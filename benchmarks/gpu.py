@@ -6,7 +6,10 @@ check   Kernels against the reference in float64, over prompts, chunks and singl
 decode  One new token of each of a batch of sequences: folded attention beside the fastest of torch's dense kernels in
         bfloat16, both replayed as CUDA graphs, so that the GPU's time is what counts, and over as many caches in turn
         as no second-level cache holds. "of copy" is the rate at which the folded bytes are read, over the rate at which
-        a copy on the same GPU reads and writes.
+        a copy on the same GPU reads and writes. "a number" are the instructions that the compiler's listing has for
+        each number of the cache (`compile_kernels.py`), and "ms by count" how long they take if the GPU starts them as
+        fast as `gpu_estimates.py` guesses: if that is near "ms", instructions are the bound.
+prompt  The same for 512 new tokens of one sequence. Dense attention is not causal there, and reads a little more.
 fold    Vectors a second, as prompts fold them.
 model   Decoding by a random model of Qwen3-8B's shape, with as many layers as memory has room for, folded beside a
         dense cache in bfloat16; the share of folding, which comes with every 64th token; the most memory that was
@@ -26,12 +29,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
+from gpu_estimates import ISSUED
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
@@ -40,6 +45,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention import attend
 from kvfold.attention.pool import PagedAttention
+from kvfold.attention.triton import unfolded
 from kvfold.attention.triton.target import tensor_cores
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
@@ -55,7 +61,7 @@ Row = dict[str, Any]
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-PARTS = ("check", "decode", "fold", "model", "report")
+PARTS = ("check", "decode", "prompt", "fold", "model", "report")
 
 DECODE = [
     (batch, context, kv_heads, repeat)
@@ -63,6 +69,8 @@ DECODE = [
     for batch, context in ((1, 1_024), (1, 32_768), (1, 131_072), (8, 4_096), (8, 32_768), (32, 4_096), (64, 1_024))
 ]
 """Batch, tokens, KV heads, query heads a KV head; head_dim is 128."""
+PROMPTS = [(1, context, 8, 4) for context in (4_096, 32_768)]
+PROMPT = 512
 DIM = 128
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
 """Of the reference's norm; bfloat16's own rounding of a result is 2e-3."""
@@ -94,7 +102,8 @@ def main() -> None:
     console.print(f"{machine}; {found['date']}; {', '.join(f'{k} {v}' for k, v in told.items())}")
     runs: dict[str, Callable[[], Iterator[Row]]] = {
         "check": check,
-        "decode": lambda: decode(formats),
+        "decode": lambda: attention(formats, DECODE, 1),
+        "prompt": lambda: attention(formats, PROMPTS, PROMPT),
         "fold": lambda: fold(formats),
         "model": lambda: model(formats[0]),
         "report": report,
@@ -141,11 +150,17 @@ def check() -> Iterator[Row]:
             get_formats(name, shape.get("dim", DIM), shape.get("value_dim", shape.get("dim", DIM)))
         except ValueError:
             continue  # not for this head_dim
-        error, same = worst_error(name, dtype, **shape)
-        what = ", ".join(f"{k} {v}" for k, v in shape.items()) or f"dim {DIM}"
-        yield row_of(f"{name}, {what}", str(dtype).removeprefix("torch."), error, tolerance(dtype), same)
+        what = f"{name}, " + (", ".join(f"{k} {v}" for k, v in shape.items()) or f"dim {DIM}")
+        with patch.multiple(unfolded, BYTES=2**18, PAGES=2):  # prompts read pages in several turns
+            errors, same = worst_errors(name, dtype, **shape)
+        for many, error in errors.items():
+            most = TOLERANCE[dtype] if many else tolerance(dtype)
+            yield row_of(f"{what}, prompts" if many else what, str(dtype).removeprefix("torch."), error, most, same)
     for name in ("kvfold-4", "turboquant-4"):
-        yield row_of(f"{name}, an engine's pool", "bfloat16", *pool_error(name))
+        yield row_of(f"{name}, an engine's pool", "bfloat16", pool_error(name, [1, 3, 69]), tolerance(torch.bfloat16))
+        yield row_of(
+            f"{name}, prompts of a pool", "bfloat16", pool_error(name, [40, 30, 69]), TOLERANCE[torch.bfloat16]
+        )
         yield row_of(f"{name}, pages beside the CPU's", "float32", *fold_error(name))
 
 
@@ -165,12 +180,12 @@ def distance(found: Tensor, true: Tensor) -> float:
     return ((found.double() - true.double()).norm() / true.double().norm()).item()
 
 
-def worst_error(
+def worst_errors(
     name: str, dtype: torch.dtype, dim: int = DIM, value_dim: int | None = None, kv_heads: int = 2, repeat: int = 3,
     attention: dict[str, float] | None = None, masked: bool = False,
-) -> tuple[float, bool]:  # fmt: skip
-    """Of a prompt, a token and a chunk: the largest relative error beside the reference in float64, and whether a
-    second call gives the same bits."""
+) -> tuple[dict[bool, float], bool]:  # fmt: skip
+    """The largest relative errors beside the reference in float64, of a token or small chunk (False) and of many rows,
+    which read pages unfolded (True); and whether a second call gives the same bits."""
     batch, tokens, options = 2, sum(CHUNKS), attention or {}
     torch.manual_seed(0)
     key = torch.randn(batch, kv_heads, tokens, dim, device=DEVICE) + 2 * torch.randn(dim, device=DEVICE)
@@ -181,7 +196,8 @@ def worst_error(
     if get_formats(name, dim, value_dim or dim, values_of_keys=view).needs_calibration:
         ones, rotations = torch.ones(kv_heads, dim), torch.linalg.qr(torch.randn(2, kv_heads, dim, dim))[0]
         measured = KeyStatistics(ones, ones, None, *rotations)
-    cache, done, worst, same = LayerCache(LayerConfig(name, statistics=measured, values_of_keys=view)), 0, 0.0, True
+    cache, done = LayerCache(LayerConfig(name, statistics=measured, values_of_keys=view)), 0
+    worst, same = dict[bool, float](), True
     if value_dim is not None:
         value = key[..., :value_dim]
     for n in CHUNKS:
@@ -195,12 +211,13 @@ def worst_error(
         own = query[:, :, part]
         out, again = (attend(own, new, scaling=dim**-0.5, mask=mask, backend="triton", **options) for _ in range(2))
         true = attend(own.double(), new, scaling=dim**-0.5, mask=mask, backend="reference", **options)
-        worst, same = max(worst, distance(out, true)), same and torch.equal(out, again)
+        many = n * repeat >= unfolded.ROWS and mask is None
+        worst[many], same = max(worst.get(many, 0.0), distance(out, true)), same and torch.equal(out, again)
     return worst, same
 
 
-def pool_error(name: str) -> tuple[float, float]:
-    """Of a step of an engine with a long, a short and a new sequence, and what is too much."""
+def pool_error(name: str, new: list[int]) -> float:
+    """Of a step of an engine that gives `new` tokens to a long, a short and a new sequence."""
     formats = get_formats(name, DIM, DIM)
     layout = PageLayout(formats)
     if formats.awaits_fit:
@@ -209,7 +226,7 @@ def pool_error(name: str) -> tuple[float, float]:
     size = layout.page_size
     blocks = torch.zeros(64, 2, size, layout.slot_bytes(2) // 2, dtype=torch.bfloat16, device=DEVICE)
     outs = []
-    lengths, new = [15 * size + 7, size - 1, 0], [1, 3, size + 5]
+    lengths = [15 * size + 7, size - 1, 0]
     table = torch.arange(63).view(3, 21).numpy()
     for backend in ("triton", "reference"):
         torch.manual_seed(1)
@@ -222,7 +239,7 @@ def pool_error(name: str) -> tuple[float, float]:
             query, key, value = (torch.randn(step.tokens, heads, DIM, device=DEVICE).bfloat16() for heads in (6, 2, 2))
             out = attention(query, key, value, step)
         outs.append(out)
-    return distance(*outs), tolerance(torch.bfloat16)
+    return distance(*outs)
 
 
 def fold_error(name: str) -> tuple[float, float]:
@@ -253,21 +270,22 @@ def milliseconds(runs: Sequence[Callable[[], object]]) -> float:
         return float(triton.testing.do_bench_cudagraph(all_in_turn, rep=50, return_mode="median")) / len(runs)
 
 
-def decode(formats: list[str]) -> Iterator[Row]:
+def attention(formats: list[str], shapes: Sequence[tuple[int, ...]], new: int) -> Iterator[Row]:
+    """Of `new` tokens a sequence, which the context counts in."""
     rate = copy_rate()
-    for batch, context, kv_heads, repeat in track(DECODE, "decoding", console=console, transient=True):
+    for batch, context, kv_heads, repeat in track(shapes, "attending", console=console, transient=True):
         torch.manual_seed(0)
         shape = batch, kv_heads, context, DIM
         key, value = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-        query = torch.randn(batch, kv_heads * repeat, 1, DIM, device=DEVICE, dtype=torch.bfloat16)
+        query = torch.randn(batch, kv_heads * repeat, new, DIM, device=DEVICE, dtype=torch.bfloat16)
         dense, way = best_dense(query, key, value)
         for name in formats:
             first = LayerCache(LayerConfig(name))
-            first.observe(None, first.append(key[:, :, :-1], value[:, :, :-1]))
+            first.observe(None, first.append(key[:, :, :-new], value[:, :, :-new]))
             pages = held_bytes([first.groups[0].rows.pages()])
             caches = [first, *(copy.deepcopy(first) for _ in range(turns(pages) - 1))]
-            news = [cache.append(key[:, :, -1:], value[:, :, -1:]) for cache in caches]
-            calls = [partial(attend, query, new, scaling=DIM**-0.5, backend="triton") for new in news]
+            news = [cache.append(key[:, :, -new:], value[:, :, -new:]) for cache in caches]
+            calls = [partial(attend, query, own, scaling=DIM**-0.5, backend="triton") for own in news]
             out = calls[0]()
             time_of_one = milliseconds(calls)
             torch.cuda.synchronize()
@@ -275,13 +293,33 @@ def decode(formats: list[str]) -> Iterator[Row]:
             before = torch.cuda.memory_allocated()
             same = torch.equal(out, calls[0]())
             extra = torch.cuda.max_memory_allocated() - before
+            per_number = a_number(name, repeat, new)
+            count = per_number * batch * kv_heads * context * 2 * DIM * max(repeat * new / unfolded.ROWS, 1)
             yield {
                 "batch": batch, "tokens": context, "heads": f"{kv_heads}×{repeat}", "format": name,
                 "ms": time_of_one, "bf16 ms": dense, "bf16 by": way, "×": dense / time_of_one,
-                "of copy": pages / time_of_one / 1e6 / rate, "extra MiB": extra / 2**20,
-                "dense MiB": 2 * key.nbytes / 2**20, "same again": same,
+                "of copy": pages / time_of_one / 1e6 / rate, "a number": per_number,
+                "ms by count": 1e3 * count / issue_rate(),
+                "extra MiB": extra / 2**20, "dense MiB": 2 * key.nbytes / 2**20, "same again": same,
             }  # fmt: skip
             del first, caches, news, calls
+
+
+@cache
+def a_number(name: str, repeat: int, new: int) -> float:
+    """Instructions of this GPU's listing for each number of a cache, for 64 rows at most; NaN where there is none."""
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend != "cuda":
+        return float("nan")
+    from compile_kernels import counted, over_rows
+
+    return counted(over_rows(name, DIM, repeat, new), target, repeat * new, tensor_cores(DEVICE))
+
+
+def issue_rate() -> float:
+    """Thread instructions that the GPU starts in a second, by the guess of `gpu_estimates.py`."""
+    properties = torch.cuda.get_device_properties(DEVICE)
+    return properties.multi_processor_count * 128 * getattr(properties, "clock_rate", float("nan")) * 1e3 * ISSUED
 
 
 def turns(nbytes: int) -> int:
@@ -377,7 +415,7 @@ def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> I
         return prefill, times
 
     for kind in ("bf16", name):
-        run(kind, 1_024, 70)  # compiles what it needs, a step that folds included
+        run(kind, 5_000, 70)  # compiles what it needs, a step that folds included
         torch.cuda.reset_peak_memory_stats()
         prefill, times = run(kind, context, new)
         usual = statistics.median(times)
@@ -396,9 +434,10 @@ def report() -> Iterator[Row]:
     from kvfold.kernels.gluon import attend as whole_numbers
     from kvfold.kernels.triton import attend as attending
     from kvfold.kernels.triton import fold as folding
+    from kvfold.kernels.triton import unfold as unfolding
 
-    kernels = (whole_numbers.attend_pages, attending.attend_pages, attending.attend_dense, attending.combine,
-               folding._fold_rotated, folding._fold_channelwise, folding._pack)  # fmt: skip
+    kernels = (whole_numbers.attend_pages, attending.attend_pages, unfolding.unfold, attending.attend_dense,
+               attending.combine, folding._fold_rotated, folding._fold_channelwise, folding._pack)  # fmt: skip
     for kernel in kernels:
         variants = [variant for cached in kernel.device_caches.values() for variant in cached[0].values()]
         if variants:

@@ -159,7 +159,7 @@ def test_places_of_first_tokens() -> None:
     assert sorted(places) == list(range(firsts.count))
     assert firsts.of(10) == places[0]
     assert firsts.begin(50) == places[1]  # that of the page that was used longest ago
-    assert (firsts.of(20), firsts.missed) == (-1, 1)
+    assert (firsts.of(20), firsts.missed) == (-1, True)
     assert firsts.begin(10) == places[0]  # begun again
     firsts.forget([10, 99])  # goes on in a sequence
     assert firsts.of(10) == -1

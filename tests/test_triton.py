@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from test_paged import Engine, _tokens
 from torch import Tensor
 
 from kvfold.attention import BACKENDS, attend, triton
+from kvfold.attention.triton import unfolded
 from kvfold.attention.triton.target import SWITCH, tensor_cores
 from kvfold.cache import rows
 from kvfold.cache.config import LayerConfig
@@ -120,6 +121,47 @@ def test_a_prompt_of_more_rows_than_a_program_takes() -> None:
     _check("turboquant-3", 0, (70, 1))
 
 
+@pytest.fixture
+def unfolds(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Calls of `unfolded`."""
+    monkeypatch.setattr("kvfold.attention.triton.launch.unfolded", spy := Mock(wraps=unfolded.unfolded))
+    return spy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_rows_read_pages_unfolded(name: str, unfolds: Mock) -> None:
+    _check(name, 290, (32,), repeat=2)
+    assert unfolds.called == ("float16" not in name)
+
+
+def test_prompts_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits, with all options, with pages that do not fit together, and with masks, where codes are read."""
+    for name in ("kvfold-4", "turboquant-4", "oscar-3"):
+        _check(name, 290, (40, 1), torch.bfloat16, repeat=2)
+    monkeypatch.setattr(unfolded, "BYTES", 1)
+    _check("kvfold-3", 390, (40,), repeat=2, batch=2, padding=[0, 100])
+    _check("turboquant-4", 700, (40,), repeat=2)  # few rows, so that parts of the context are read beside each other
+    _check("turboquant-4", 200, (70,), dim=80, value_dim=64, values_of_keys=True, repeat=1)
+    _check("kvfold-4", 270, (64,), dim=96, repeat=1, attention={"softcap": 5.0, "sink_logits": _random(2, seed=9)})
+    mask = _random(2, 4, 40, 340, seed=8) < 1  # decides alone: the future may be seen
+    mask[0, 2, 7] = False  # who may see nothing
+    for some in (mask, mask[:, :1], mask[:1, :, :1]):
+        _check("centred-4", 300, (40,), batch=2, repeat=2, attention={"mask": some})
+
+
+@pytest.mark.parametrize(("name", "per_block"), [("kvfold-4", 2), ("turboquant-3+qjl", 1)])
+def test_prompts_over_pages_of_a_pool(
+    name: str, per_block: int, unfolds: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that all have prompts; beside one that has a single token, codes are read as for that."""
+    monkeypatch.setattr(unfolded, "BYTES", 2**19)
+    prompts = {"a": (200, 30), "b": (64, 22), "d": (0, 22), "f": (130, 64)}
+    for more, expected in (({}, True), ({"c": (90, 1)}, False)):
+        unfolds.reset_mock()
+        _check_pool(name, prompts | more, per_block=per_block)
+        assert unfolds.called == expected
+
+
 def test_rows_of_different_lengths() -> None:
     """Padded on the left, one of them wholly at first."""
     for name in ("kvfold-4", "turboquant-3"):
@@ -192,10 +234,15 @@ CAPPED = {"softcap": 5.0, "sink_logits": torch.arange(6.0).to(DEVICE) / 6}
 def test_pages_of_a_pool(name: str, per_block: int, options: dict) -> None:
     """A step of an engine with long, short and new sequences, their blocks anywhere, after steps of the reference."""
     sizes = {"a": (900, 1), "b": (64, 5), "c": (63, 1), "d": (0, 1), "e": (0, 18), "f": (130, 4)}
+    _check_pool(name, sizes, per_block=per_block, **options)
+
+
+def _check_pool(name: str, sizes: dict[str, tuple[int, int]], **options) -> None:
+    """A step of sequences that hold some tokens, and the tokens that come."""
     tokens = {who: _tokens(sum(parts), seed) for seed, (who, parts) in enumerate(sizes.items())}
     outs = []
     for backend in ("triton", "reference"):
-        engine = Engine(name, per_block=per_block, blocks=64, slots=6, device=DEVICE, backend="reference", **options)
+        engine = Engine(name, blocks=64, slots=6, device=DEVICE, backend="reference", **options)
         engine.step({who: tuple(x[:held] for x in tokens[who]) for who, (held, _) in sizes.items() if held})
         engine.attention._run = BACKENDS[backend]
         outs.append(engine.step({who: tuple(x[held:] for x in tokens[who]) for who, (held, _) in sizes.items()}))
@@ -256,11 +303,13 @@ def test_kernels_compile(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["target"] for row in rows} == {"cuda:90", "hip:gfx942"}
     assert {row["kernel"] for row in rows} == {
-        "attend_pages", "attend_dense", "combine", "_fold_rotated", "_fold_channelwise", "_pack",
+        "attend_pages", "unfold", "attend_dense", "together", "combine", "_fold_rotated", "_fold_channelwise", "_pack",
     }  # fmt: skip
-    ours = [row for row in rows if row["kernel"] == "attend_pages" and row["for"].startswith("kvfold-4, D128, 4 heads")]
-    assert len(ours) == 4
+    ours = [row for row in rows if row["for"].startswith("kvfold-4, D128, 4 heads") and row["kernel"] != "together"]
     assert all(not row["spilled"] and row["shared bytes"] <= 2**15 for row in ours)
+    for tokens, kernels in ((1, {"attend_pages"}), (64, {"unfold"})):  # which read codes
+        ran = {row["kernel"] for row in ours if row["for"].endswith(f"× {tokens}")}
+        assert ran == kernels | {"attend_dense", "combine"}
 
 
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])

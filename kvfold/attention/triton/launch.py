@@ -1,14 +1,15 @@
 """Arguments of the kernels, and their launch."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.triton.sides import Side
+from kvfold.attention.triton.spans import Dense, Sequences, block_of
+from kvfold.attention.triton.unfolded import are_unfolded, unfolded
 from kvfold.quant.packing import TILE
 
 QUERIES = 2_048
@@ -24,70 +25,6 @@ MULTIPROCESSORS_OF_A_CPU = 2
 """The number assumed for the interpreter, so that contexts are split there too."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """Sequences whose new tokens are in one list."""
-
-    # int32, of each sequence: its first new token, how many new tokens it has, and how many pages.
-    first: Tensor
-    count: Tensor
-    pages: Tensor
-    stop: Tensor  # how many folded tokens each new token reads: int32, (tokens)
-    # The most new tokens, and pages, of a sequence.
-    most: int
-    most_pages: int
-    skipped: Tensor | None = None  # how many of the first folded tokens no new token reads: int32; None for none
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """Which dense tokens each sequence reads, all int32."""
-
-    # Of each sequence: where its tokens begin, in steps of the tensor; how many they are; position of the first.
-    place: Tensor
-    held: Tensor
-    position: Tensor
-    # Positions that bound what each new token reads: (tokens).
-    start: Tensor
-    stop: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Dense:
-    """Dense tokens; strides are in elements, from place to place, head to head and token to token."""
-
-    span: Span
-    key: Tensor
-    value: Tensor
-    key_strides: Sequence[int]
-    value_strides: Sequence[int]
-
-
-class Ints:
-    """Whole numbers that go to the device together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._numbers = device, list[int]()
-
-    def add(self, numbers: Iterable[int]) -> slice:
-        self._numbers += [0] * (-len(self._numbers) % 4)  # kernels are compiled anew for addresses of other alignment
-        start = len(self._numbers)
-        self._numbers.extend(numbers)
-        return slice(start, len(self._numbers))
-
-    def send(self) -> None:
-        self._sent = _sent(tuple(self._numbers), self.device)
-
-    def __getitem__(self, part: slice) -> Tensor:
-        return self._sent[part]
-
-
-@lru_cache(maxsize=8)
-def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A tensor of `numbers`, sent once for all layers of equal length: each copy would wait for the GPU."""
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
 def by_token(q: Tensor) -> Tensor:
     """(batch, kv_heads, repeat, n, dim) → (batch · n, heads, dim)."""
     return q.permute(0, 3, 1, 2, 4).reshape(q.shape[0] * q.shape[3], -1, q.shape[4]).contiguous()
@@ -101,6 +38,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output from pages, rotated, (tokens, heads, code_dim), and from dense tokens, (tokens, heads, value_dim).
 
+    `sides`: None if no sequence has pages.
     `query` and `rotated_query`: q and q̃, scaled, float32, (tokens, heads, ·).
     """
     from triton import next_power_of_2
@@ -109,11 +47,13 @@ def launch(
 
     tokens, heads, key_dim = query.shape
     sequences, repeat, rows = len(of.first), heads // kv_heads, tokens * heads
-    widest = next_power_of_2(max(key_dim, value_dim, code_dim))
-    block_rows = min(max(next_power_of_2(repeat * of.most), 16), max(8192 // widest, 16), 64)
+    unfolds = sides is not None and mask["mask"] is None and are_unfolded(*sides, of, repeat)
+    widest = next_power_of_2(max(key_dim, value_dim, rotated_query.shape[2] if unfolds else 0, code_dim))
+    some = max((4096 if exact else 8192) // widest, TILE)
+    block_rows = min(max(next_power_of_2(repeat * of.most), TILE), some, 64)
     row_blocks = -(-repeat * of.most // block_rows)
-    warps = 4 if block_rows == TILE else 8  # by benchmarks/compile_kernels.py
-    whole = None if sides is None else _in_whole_numbers(*sides, repeat * of.most)
+    warps = 8 if exact and block_rows > TILE else 4  # by benchmarks/compile_kernels.py
+    whole = None if sides is None or unfolds else _in_whole_numbers(*sides, repeat * of.most)
     page_rows, page_warps = whole or (block_rows, warps)
     page_blocks = -(-repeat * of.most // page_rows)
     splits = 0
@@ -127,14 +67,29 @@ def launch(
         "first": of.first, "count": of.count, "softcap": softcap or 0.0, "SOFTCAP": bool(softcap),
         "HEADS": heads, "REPEAT": repeat, "ROWS": block_rows, "num_warps": warps, "num_stages": 1,
     }  # fmt: skip
-    if sides is not None and whole is not None:
+
+    def read(query: Tensor, dense: Dense, part: int, sums: Tensor, splits: int = 1, goes_on: bool = False) -> None:
+        span, widths = dense.span, (dense.key.shape[-1], dense.value.shape[-1])
+        k, v = (max(next_power_of_2(width), TILE) for width in widths)
+        attend.attend_dense[row_blocks, sequences * kv_heads, splits](
+            query, maxima[part], totals[part], sums, TOKENS=tokens, place=span.place, held=span.held,
+            position=span.position, start=span.start, stop=span.stop, **mask,
+            **_named("key", dense.key, dense.key_strides), **_named("value", dense.value, dense.value_strides),
+            KEY_DIM=widths[0], VALUE_DIM=widths[1],
+            BLOCK=block_of(64, max(k, v), 4096 if exact else 8192), K=k, V=v, EXACT=exact, GOES_ON=goes_on, **common,
+        )  # fmt: skip
+
+    if sides is not None and unfolds:
+        for i, dense in enumerate(unfolded(*sides, of, units, tokens=tokens, kv_heads=kv_heads, exact=exact)):
+            read(rotated_query, dense, 0, rotated, splits, goes_on=i > 0)
+    elif sides is not None and whole is not None:
         from kvfold.kernels.gluon import attend as gluon
 
         (keys, values), without = sides, ("lut", "bits", "groups")
         gluon.attend_pages[page_blocks, sequences * kv_heads, splits](
             rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
-            skipped=of.skipped, position=position, **mask, **keys.arguments("k", without),
-            **values.arguments("v", (*without, "plain")),
+            skipped=of.skipped, position=position, **mask, **keys.arguments("k_", without),
+            **values.arguments("v_", (*without, "plain")),
             TOKENS=tokens, KEYS=keys.numbers, VALUES=values.numbers,
             **common | {"ROWS": page_rows, "num_warps": page_warps},
         )  # fmt: skip
@@ -142,24 +97,16 @@ def launch(
         keys, values = sides
         k, v = (max(next_power_of_2(side.shape.code_dim), TILE) for side in sides)
         wide = exact or keys.shape.groups > 1 or values.shape.groups > 1  # numbers in float32
-        block = _block(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
+        block = block_of(keys.shape.page_size, max(k, v), 4096 if wide else 8192)
         attend.attend_pages[page_blocks, sequences * kv_heads, splits](
             rotated_query, maxima, totals, rotated, pages=of.pages, table=units[0], width=units[1], stop=of.stop,
             skipped=of.skipped, position=position, **mask,
-            **keys.arguments("k", ("bits", "tables")), **values.arguments("v", ("plain", "tables")), TOKENS=tokens,
+            **keys.arguments("k_", ("bits", "tables")), **values.arguments("v_", ("plain", "tables")), TOKENS=tokens,
             KEYS=keys.shape, VALUES=values.shape, BLOCK=block, K=k, V=v,
             PLAIN=max(next_power_of_2(keys.shape.plain_dim), TILE), EXACT=exact, **common,
         )  # fmt: skip
-    k, v = (max(next_power_of_2(dim), TILE) for dim in (key_dim, value_dim))
     for i, dense in enumerate(spans):
-        span = dense.span
-        attend.attend_dense[row_blocks, sequences * kv_heads](
-            query, maxima[splits + i], totals[splits + i], plain[i], place=span.place, held=span.held,
-            position=span.position, start=span.start, stop=span.stop, **mask,
-            **_named("key", dense.key, dense.key_strides), **_named("value", dense.value, dense.value_strides),
-            KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK=_block(64, max(k, v), 4096), K=k, V=v, EXACT=exact, **common,
-        )  # fmt: skip
+        read(query, dense, splits + i, plain[i])
     rotated_out, plain_out = query.new_empty(tokens, heads, code_dim), query.new_empty(tokens, heads, value_dim)
     attend.combine[(rows,)](
         maxima, totals, rotated, plain, None if sink_logits is None else sink_logits.float().contiguous(), rotated_out,
@@ -205,8 +152,3 @@ def _multiprocessors(device: torch.device) -> int:
         return MULTIPROCESSORS_OF_A_CPU
     properties = torch.get_device_module(device).get_device_properties(device)
     return int(getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count)
-
-
-def _block(page_size: int, channels: int, numbers: int) -> int:
-    """Tokens that are read at a time, about `numbers` numbers: a power of two that divides a page."""
-    return min(page_size & -page_size, max(numbers // channels, TILE), 64)

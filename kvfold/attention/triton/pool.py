@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.attention.triton.launch import NO_MASK, QUERIES, Dense, Ints, Sequences, Span, by_token, launch
+from kvfold.attention.triton.launch import NO_MASK, QUERIES, by_token, launch
 from kvfold.attention.triton.sides import pooled
+from kvfold.attention.triton.spans import Dense, Ints, Sequences, Span
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.plan import EngineStep
 from kvfold.kernels.triton import on_its_device
@@ -93,17 +94,18 @@ def _on_device(step: EngineStep, layer: PagedLayer, device: torch.device, querie
 
 def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64], device: torch.device) -> _PoolPart:
     """The new tokens `part` of a step."""
-    chosen, tokens, ints = [], list[int](), Ints(device)
+    chosen, tokens, lasts, ints = [], list[int](), list[int](), Ints(device)
     for i, (first, count, length, *_) in enumerate(step.rows.tolist()):
         if first < part.stop and first + count > part.start:
             chosen.append(i)
             own = range(max(first, part.start), min(first + count, part.stop))
             tokens += [length - count + t - first for t in own]
+            lasts.append(tokens[-1])
     rows = step.rows[chosen].tolist()
     before = [length - new for _, new, length, *_ in rows]
     begins = [max(row[0], part.start) for row in rows]
     counts = [min(row[0] + row[1], part.stop) - begin for row, begin in zip(rows, begins, strict=True)]
-    pages = [(length - 1) // size for _, _, length, *_ in rows]
+    pages = [last // size for last in lasts]  # before the page of the last new token
     first, count = ints.add(begin - part.start for begin in begins), ints.add(counts)
     held = ints.add(pages)
     start, stop = ints.add(t // size * size for t in tokens), ints.add(t + 1 for t in tokens)
@@ -115,7 +117,8 @@ def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64
     ints.send()
     return _PoolPart(
         slice(part.start, part.stop),
-        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages), ints[skipped]),
+        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages), min(counts),
+                  ints[skipped]),
         torch.from_numpy(units[chosen]).int().to(device),
         *(Span(*map(ints.__getitem__, span)) for span in (tail, new, dense_first)),
     )  # fmt: skip
@@ -133,9 +136,11 @@ def _attend_some_of_pool(
     dense = [Dense(part.tail, *tails, *(x.stride()[:3] for x in tails)), Dense(part.new, key, value, *strides)]
     dense.append(Dense(part.dense_first, *firsts, *((*x.stride()[:2], 0) for x in firsts)))
     q = (query[part.tokens].float() * scaling).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[None]
+    sides = None
+    if part.sequences.most_pages:
+        sides = (pooled(keys.form, layer, layout.keys, exact), pooled(values.form, layer, layout.values, exact))
     rotated, plain = launch(
-        by_token(q), by_token(keys.form.rotated_query(q)), part.sequences,
-        (pooled(keys.form, layer, layout.keys, exact), pooled(values.form, layer, layout.values, exact)),
+        by_token(q), by_token(keys.form.rotated_query(q)), part.sequences, sides,
         (part.units, part.units.shape[1]), dense, kv_heads=kv_heads, value_dim=values.head_dim,
         code_dim=values.form.code_dim, softcap=softcap, sink_logits=sink_logits, position=0, mask=NO_MASK, exact=exact,
     )  # fmt: skip

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvfold.attention.triton.launch import NO_MASK, QUERIES, Dense, Ints, Sequences, Span, by_token, launch
+from kvfold.attention.triton.launch import NO_MASK, QUERIES, by_token, launch
 from kvfold.attention.triton.sides import stored
+from kvfold.attention.triton.spans import Dense, Ints, Sequences, Span
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats.page import PageForm
@@ -93,8 +94,9 @@ def _attend_some(
     batch, _, n, _ = query.shape
     kv_heads, device, exact = rows.kv_heads, query.device, query.dtype == torch.float32
     q = query.float().unflatten(1, (kv_heads, -1)) * scaling
-    sinks, count = rows.window.sinks, rows.keys.count
+    sinks = rows.window.sinks
     stop = [max(min(pair) - sinks, 0) for pair in zip(until, after, strict=True)]
+    count = min(rows.keys.count, -(-max(stop) // rows.page_size))  # pages that some query reads
     spans = [span for span in (rows.sink_span(), dense) if span is not None and span.start < span.stop]
     ints = Ints(device)
     first, counts = ints.add(range(0, batch * n, n)), ints.add([n] * batch)
@@ -109,7 +111,7 @@ def _attend_some(
         key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (span.key, span.value))
         own = Span(ints[places], ints[held], ints[position], ints[starts if span is dense else nothing], ints[afters])
         given.append(Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
-    sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count)
+    sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count, n)
     sides = (stored(rows.keys, exact), stored(rows.values, exact)) if count else None
     masked = NO_MASK
     if mask is not None:

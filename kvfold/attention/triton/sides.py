@@ -34,7 +34,7 @@ class Side:
     numbers: Numbers | None  # the same in whole numbers, where device and form fit
 
     def arguments(self, prefix: str, without: Collection[str]) -> dict[str, Any]:
-        return {f"{prefix}_{name}": part for name, part in self.parts.items() if name not in without}
+        return {prefix + name: part for name, part in self.parts.items() if name not in without}
 
 
 def _shape(form: PageForm, groups: int, centre_dim: int, strides: dict[str, int]) -> "Shape":

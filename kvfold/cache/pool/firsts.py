@@ -19,7 +19,7 @@ class FirstTokens:
 
     def __init__(self, sequences: int) -> None:
         self.count = places_for(sequences)
-        self.missed = 0  # how often a page was read without its place
+        self.missed = False  # whether a page was ever read without its place
         self._place_of: dict[int, int] = {}  # those that were used last at the end
         self._free = list(range(self.count))
 
@@ -38,7 +38,7 @@ class FirstTokens:
         """The place of a page's first token; -1 if it has none."""
         place = self._place_of.pop(page, -1)
         if place < 0:
-            self.missed += 1
+            self.missed = True
         else:
             self._place_of[page] = place
         return place

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from kvfold.kernels.triton.pages import key_scores, multiply, weighted_values
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _rows(first, count, sequence, head, REPEAT: tl.constexpr, ROWS: tl.constexpr):
@@ -20,15 +22,19 @@ def _rows(first, count, sequence, head, REPEAT: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _weigh(scores, visible, maximum, softcap, SOFTCAP: tl.constexpr):
-    """Unnormalised probabilities, the new maximum, and the factor on older sums."""
+def _capped(scores, softcap, SOFTCAP: tl.constexpr):
     scores += 0 * scores  # an infinity becomes NaN, which reaches the output
     if SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-    scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _weigh(scores, maximum):
+    """Unnormalised probabilities, the new maximum, and the factor on older sums."""
     grown = tl.maximum(maximum, tl.max(scores, 1))
-    finite = tl.where(grown == float("-inf"), 0.0, grown)
-    return tl.exp(scores - finite[:, None]), grown, tl.exp(maximum - finite)
+    finite = tl.where(grown == float("-inf"), 0.0, grown) * LOG2E
+    return tl.exp2(scores * LOG2E - finite[:, None]), grown, tl.exp2(maximum * LOG2E - finite)
 
 
 @triton.jit
@@ -99,7 +105,8 @@ def attend_pages(
         if mask is not None:
             visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head,
                                 new - tl.load(first + sequence), position + at, visible)  # fmt: skip
-        p, maximum, decay = _weigh(scores, visible, maximum, softcap, SOFTCAP)
+        scores = tl.where(visible, _capped(scores, softcap, SOFTCAP), float("-inf"))
+        p, maximum, decay = _weigh(scores, maximum)
         total = total * decay + tl.sum(p, 1)
         summed = summed * decay[:, None] + weighted_values(
             p, v_code, v_lut, v_bits, v_groups, v_scale, v_offset, v_centre, v_channel_scale, unit, token, channel,
@@ -112,22 +119,23 @@ def attend_pages(
              mask=live[:, None] & (channel < VALUES.code_dim)[None, :])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["mask_columns", "mask_sequence", "mask_head", "mask_query"])
+@triton.jit(do_not_specialize=["TOKENS", "mask_columns", "mask_sequence", "mask_head", "mask_query"])
 def attend_dense(
     query, maxima, totals, sums,
     first, count, place, held, position, start, stop,
     mask, mask_sequence, mask_head, mask_query, mask_columns,
     key, value, key_place, key_head, key_token, value_place, value_head, value_token,
     softcap,
-    HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TOKENS, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SOFTCAP: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, GOES_ON: tl.constexpr,
 ):  # fmt: skip
     """Softmax states of queries over dense tokens at consecutive positions.
 
-    query: scaled, (tokens, heads, key_dim). Of each sequence: place, where its tokens begin, in steps of key_place and
-    value_place elements; held, how many they are; position, that of the first. Of each new token: start and stop of
-    what it reads, positions.
+    query: scaled, (tokens, heads, key_dim). maxima, totals, sums: as in `attend_pages`, with a part for each program of
+    the third dimension, which reads its share of the tokens; with GOES_ON, states that are there go on. Of each
+    sequence: place, where its tokens begin, in steps of key_place and value_place elements; held, how many they are;
+    position, that of the first. Of each new token: start and stop of what it reads, positions.
     """
     KV_HEADS: tl.constexpr = HEADS // REPEAT
     sequence, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -135,36 +143,49 @@ def attend_dense(
         return
     new, head, live = _rows(first, count, sequence, kv_head, REPEAT, ROWS)
     row = new.to(tl.int64) * HEADS + head
+    state = tl.program_id(2).to(tl.int64) * TOKENS * HEADS + row
     channel, v_channel, token = tl.arange(0, K), tl.arange(0, V), tl.arange(0, BLOCK)
     q = tl.load(query + row[:, None] * KEY_DIM + channel[None, :], mask=live[:, None] & (channel < KEY_DIM)[None, :],
                 other=0)  # fmt: skip
     origin = tl.load(position + sequence)
     low = tl.load(start + new, mask=live, other=2**30) - origin
     high = tl.minimum(tl.load(stop + new, mask=live, other=0) - origin, tl.load(held + sequence))
-    begin = tl.maximum(tl.min(low, 0), 0) // BLOCK * BLOCK
+    begin, end = tl.maximum(tl.min(low, 0), 0) // BLOCK * BLOCK, tl.max(high, 0)
+    share = tl.cdiv(tl.maximum(end - begin, 0), BLOCK * tl.num_programs(2)) * BLOCK
+    begin += tl.program_id(2) * share
+    all_from, all_to = tl.max(tl.where(live, low, 0), 0), tl.min(tl.where(live, high, 2**30), 0)
     at_place = tl.load(place + sequence).to(tl.int64)
-    key += at_place * key_place + kv_head * key_head
-    value += at_place * value_place + kv_head * value_head
-    maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, V], tl.float32)
-    for block in range(begin, tl.max(high, 0), BLOCK):
+    key += at_place * key_place + kv_head * key_head + begin.to(tl.int64) * key_token
+    value += at_place * value_place + kv_head * value_head + begin.to(tl.int64) * value_token
+    key_block, value_block = token[None, :] * key_token + channel[:, None], token[:, None] * value_token + v_channel
+    to = sums + state[:, None] * VALUE_DIM + v_channel[None, :]
+    inside = live[:, None] & (v_channel < VALUE_DIM)[None, :]
+    if GOES_ON:
+        maximum = tl.load(maxima + state, mask=live, other=float("-inf"))
+        total, summed = tl.load(totals + state, mask=live, other=0), tl.load(to, mask=inside, other=0)
+    else:
+        maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        summed = tl.zeros([ROWS, V], tl.float32)
+    for block in range(begin, tl.minimum(begin + share, end), BLOCK):
         at = block + token
         there = at < tl.load(held + sequence)
-        k = tl.load(key + at[None, :].to(tl.int64) * key_token + channel[:, None],
-                    mask=there[None, :] & (channel < KEY_DIM)[:, None], other=0).to(tl.float32)  # fmt: skip
-        visible = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-        if mask is not None:
-            visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head,
-                                new - tl.load(first + sequence), origin + at, visible)  # fmt: skip
-        p, maximum, decay = _weigh(multiply(q, k, EXACT), visible, maximum, softcap, SOFTCAP)
+        k = tl.load(key + key_block, mask=there[None, :] & (channel < KEY_DIM)[:, None], other=0).to(tl.float32)
+        scores = _capped(multiply(q, k, EXACT), softcap, SOFTCAP)
+        if mask is not None or ((block < all_from) | (block + BLOCK > all_to)):
+            visible = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+            if mask is not None:
+                visible = _unmasked(mask, mask_sequence, mask_head, mask_query, mask_columns, sequence, head,
+                                    new - tl.load(first + sequence), origin + at, visible)  # fmt: skip
+            scores = tl.where(visible, scores, float("-inf"))
+        p, maximum, decay = _weigh(scores, maximum)
         total = total * decay + tl.sum(p, 1)
-        v = tl.load(value + at[:, None].to(tl.int64) * value_token + v_channel[None, :],
-                    mask=there[:, None] & (v_channel < VALUE_DIM)[None, :], other=0).to(tl.float32)  # fmt: skip
-        summed = summed * decay[:, None] + multiply(p, v, EXACT)
-    tl.store(maxima + row, maximum, mask=live)
-    tl.store(totals + row, total, mask=live)
-    tl.store(sums + row[:, None] * VALUE_DIM + v_channel[None, :], summed,
-             mask=live[:, None] & (v_channel < VALUE_DIM)[None, :])  # fmt: skip
+        v = tl.load(value + value_block, mask=there[:, None] & (v_channel < VALUE_DIM)[None, :], other=0)
+        summed = summed * decay[:, None] + multiply(p, v.to(tl.float32), EXACT)
+        key += BLOCK * key_token
+        value += BLOCK * value_token
+    tl.store(maxima + state, maximum, mask=live)
+    tl.store(totals + state, total, mask=live)
+    tl.store(to, summed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "rotated_parts"])

@@ -38,6 +38,11 @@ class Shape:
     centre: int
     plain: int
 
+    @property
+    def by_runs(self) -> bool:
+        """Whether tokens are best unfolded run by run: groups differ, and nothing is needed of all channels at once."""
+        return self.token_lanes and bool(self.runs) and self.even == 0 and not self.unit_levels
+
 
 @triton.jit
 def _word(tile, bits, inside, WIDTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr):

@@ -56,7 +56,7 @@ def _score(
 
 
 @triton.jit
-def _key_levels(
+def run_levels(
     page, lut, token, FIRST: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, BEFORE: tl.constexpr,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +84,8 @@ def key_scores(
         scores += _score(query, live, y, groups_of, scale, offset, centre, channel_scale, unit, token, channel, late,
                          SHAPE, EXACT)  # fmt: skip
     for i in tl.static_range(len(SHAPE.runs)):
-        y, channel = _key_levels(code + unit * SHAPE.code, lut, token, SHAPE.runs[i][0], SHAPE.runs[i][1],
-                                 SHAPE.runs[i][2], SHAPE.runs[i][3], SHAPE)  # fmt: skip
+        y, channel = run_levels(code + unit * SHAPE.code, lut, token, SHAPE.runs[i][0], SHAPE.runs[i][1],
+                                SHAPE.runs[i][2], SHAPE.runs[i][3], SHAPE)  # fmt: skip
         if SHAPE.unit_levels:
             tl.static_assert(late)
             own = tl.where((channel < SHAPE.code_dim)[:, None], y.to(tl.float32), 0.0)
@@ -100,8 +100,17 @@ def key_scores(
 
 
 @triton.jit
-def _value_levels(page, lut, bits_of, token, first, BLOCK: tl.constexpr, V: tl.constexpr, SHAPE: tl.constexpr):
-    """Levels (tokens, channels) of a block of a page."""
+def page_levels(page, lut, bits_of, token, first, channel, BLOCK: tl.constexpr, SHAPE: tl.constexpr):
+    """Levels (tokens, channels) of a block of a page that begins at token `first`."""
+    if SHAPE.all_bits == 0:  # the "codes" are numbers
+        inside = (token >= 0)[:, None] & (channel < SHAPE.code_dim)[None, :]
+        return tl.load(page + token[:, None] * SHAPE.code_dim + channel[None, :], mask=inside, other=0)
+    else:  # the compiler goes on after a return
+        return _coded_levels(page, lut, bits_of, token, first, BLOCK, channel.shape[0], SHAPE)
+
+
+@triton.jit
+def _coded_levels(page, lut, bits_of, token, first, BLOCK: tl.constexpr, V: tl.constexpr, SHAPE: tl.constexpr):
     groups: tl.constexpr = (SHAPE.code_dim + 15) // 16
     group = tl.arange(0, V // 16)[:, None] if SHAPE.token_lanes else tl.arange(0, V)[None, :] // 16
     inside = group < groups
@@ -128,11 +137,7 @@ def weighted_values(
 ):  # fmt: skip
     """Σ p·y over the tokens of a block of a page that begins at token `first`: (rows, channels)."""
     real = channel < SHAPE.code_dim
-    if SHAPE.all_bits == 0:
-        y = tl.load(code + unit * SHAPE.code + token[:, None] * SHAPE.code_dim + channel[None, :],
-                    mask=(token >= 0)[:, None] & real[None, :], other=0)  # fmt: skip
-    else:
-        y = _value_levels(code + unit * SHAPE.code, lut, bits_of, token, first, BLOCK, channel.shape[0], SHAPE)
+    y = page_levels(code + unit * SHAPE.code, lut, bits_of, token, first, channel, BLOCK, SHAPE)
     if SHAPE.unit_levels:
         y = tl.where(real[None, :], y.to(tl.float32), 0.0)
         y /= tl.sqrt(tl.maximum(tl.sum(y * y, 1), 1e-30))[:, None]
