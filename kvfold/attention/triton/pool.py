@@ -117,8 +117,8 @@ def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64
     ints.send()
     return _PoolPart(
         slice(part.start, part.stop),
-        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages), min(counts),
-                  ints[skipped]),
+        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages), fewest=min(counts),
+                  skipped=ints[skipped]),
         torch.from_numpy(units[chosen]).int().to(device),
         *(Span(*map(ints.__getitem__, span)) for span in (tail, new, dense_first)),
     )  # fmt: skip

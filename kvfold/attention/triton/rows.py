@@ -111,7 +111,7 @@ def _attend_some(
         key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (span.key, span.value))
         own = Span(ints[places], ints[held], ints[position], ints[starts if span is dense else nothing], ints[afters])
         given.append(Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
-    sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count, n)
+    sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count, fewest=n)
     sides = (stored(rows.keys, exact), stored(rows.values, exact)) if count else None
     masked = NO_MASK
     if mask is not None:

@@ -43,17 +43,21 @@ def unfolded(
     from kvfold.kernels.triton.unfold import unfold
 
     device, sequences, size = of.pages.device, len(of.pages), keys.shape.page_size
-    widths = [side.shape.code_dim + side.shape.plain_dim for side in (keys, values)]
+    # Values that are a view of keys are the same numbers, unless levels are brought to length 1 over other channels.
+    viewed = values.shape.token_lanes and not values.shape.unit_levels
+    sides = (keys,) if viewed else (keys, values)
+    widths = [side.shape.code_dim + side.shape.plain_dim for side in sides]
     dtype = torch.float32 if exact else torch.float16
     a_page = sequences * kv_heads * size * sum(widths) * dtype.itemsize
     pages = min(max(BYTES // a_page, PAGES), of.most_pages)
-    key, value = (torch.empty(sequences, kv_heads, pages * size, width, dtype=dtype, device=device) for width in widths)
+    numbers = [torch.empty(sequences, kv_heads, pages * size, width, dtype=dtype, device=device) for width in widths]
+    key, value = numbers[0], numbers[-1][..., : values.shape.code_dim]
     places = torch.arange(sequences, dtype=torch.int32, device=device)
     start = torch.zeros(tokens, dtype=torch.int32, device=device)
     if of.skipped is not None:
         start += of.skipped.repeat_interleave(of.count, output_size=tokens)
     for first in range(0, of.most_pages, pages):
-        for side, to in ((keys, key), (values, value)):
+        for side, to in zip(sides, numbers, strict=True):
             channels = max(next_power_of_2(side.shape.code_dim), TILE)
             block = block_of(size, channels, 8192)
             unfold[pages * size // block, sequences * kv_heads](

@@ -20,15 +20,24 @@ def multiply(x, y, EXACT: tl.constexpr):
 
 
 @triton.jit
+def of_tokens(part, groups_of, at, token, channel, SHAPE: tl.constexpr):
+    """A part of each token and its channels' scale group, `at` in it, in float32; token and channel broadcast."""
+    if SHAPE.groups == 1:
+        return tl.load(part + at + token).to(tl.float32)
+    else:  # the compiler goes on after a return
+        real = (token >= 0) & (channel < SHAPE.code_dim)
+        group = tl.load(groups_of + channel // 16, mask=channel < SHAPE.code_dim, other=0)
+        return tl.load(part + at + token * SHAPE.groups + group, mask=real, other=0).to(tl.float32)
+
+
+@triton.jit
 def _scaled(y, groups_of, scale, offset, unit, token, channel, SHAPE: tl.constexpr):
     """Levels with the scale and offset of their token and channel group; token and channel broadcast."""
-    real = (token >= 0) & (channel < SHAPE.code_dim)
-    at = token * SHAPE.groups + tl.load(groups_of + channel // 16, mask=channel < SHAPE.code_dim, other=0)
     y = y.to(tl.float32)
     if scale is not None:
-        y *= tl.load(scale + unit * SHAPE.scale + at, mask=real, other=0).to(tl.float32)
+        y *= of_tokens(scale, groups_of, unit * SHAPE.scale, token, channel, SHAPE)
     if offset is not None:
-        y += tl.load(offset + unit * SHAPE.offset + at, mask=real, other=0).to(tl.float32)
+        y += of_tokens(offset, groups_of, unit * SHAPE.offset, token, channel, SHAPE)
     return y
 
 

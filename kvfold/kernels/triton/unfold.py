@@ -3,45 +3,30 @@
 import triton
 import triton.language as tl
 
-from kvfold.kernels.triton.pages import page_levels, run_levels
-
-
-@triton.jit
-def _of_tokens(part, groups_of, at, token, channel, SHAPE: tl.constexpr):
-    """A part of each token and scale group, `at` in it, as float32: (tokens, 1) or (tokens, channels)."""
-    if SHAPE.groups == 1:
-        return tl.load(part + at + token).to(tl.float32)[:, None]
-    else:  # the compiler goes on after a return
-        real = channel < SHAPE.code_dim
-        group = tl.load(groups_of + channel // 16, mask=real, other=0)
-        inside = (token >= 0)[:, None] & real[None, :]
-        return tl.load(part + at + token[:, None] * SHAPE.groups + group[None, :], mask=inside, other=0).to(tl.float32)
+from kvfold.kernels.triton.pages import of_tokens, page_levels, run_levels
 
 
 @triton.jit
 def _store_numbers(to, y, scale, offset, centre, channel_scale, groups, unit, token, channel, SHAPE: tl.constexpr):
     """R·x̂ of levels y, (tokens, channels), into the rows at `to`, (tokens, 1)."""
-    y = y.to(tl.float32)
-    real = (channel < SHAPE.code_dim)[None, :]
-    inside = (channel < SHAPE.centre_dim)[None, :]
+    y, token, channel = y.to(tl.float32), token[:, None], channel[None, :]
+    real, inside = channel < SHAPE.code_dim, channel < SHAPE.centre_dim
     if SHAPE.unit_levels:
         y = tl.where(real, y, 0.0)
         y /= tl.sqrt(tl.maximum(tl.sum(y * y, 1), 1e-30))[:, None]
     if scale is not None:
-        s = _of_tokens(scale, groups, unit * SHAPE.scale, token, channel, SHAPE)
+        s = of_tokens(scale, groups, unit * SHAPE.scale, token, channel, SHAPE)
         y *= s
-    if offset is not None:
-        a = _of_tokens(offset, groups, unit * SHAPE.offset, token, channel, SHAPE)
     if offset is not None and SHAPE.scaled_shifts:
-        y += a
+        y += of_tokens(offset, groups, unit * SHAPE.offset, token, channel, SHAPE)
     if channel_scale is not None:
-        y *= tl.load(channel_scale + unit * SHAPE.centre + channel[None, :], mask=inside, other=1).to(tl.float32)
+        y *= tl.load(channel_scale + unit * SHAPE.centre + channel, mask=inside, other=1).to(tl.float32)
     if offset is not None and not SHAPE.scaled_shifts:
-        y += a
+        y += of_tokens(offset, groups, unit * SHAPE.offset, token, channel, SHAPE)
     if centre is not None:
-        z = tl.load(centre + unit * SHAPE.centre + channel[None, :], mask=inside, other=0).to(tl.float32)
+        z = tl.load(centre + unit * SHAPE.centre + channel, mask=inside, other=0).to(tl.float32)
         y += s * z if SHAPE.scaled_shifts else z
-    tl.store(to + channel[None, :], y.to(to.dtype.element_ty), mask=real)
+    tl.store(to + channel, y.to(to.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["width", "first"])
