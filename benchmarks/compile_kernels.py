@@ -34,6 +34,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from kvfold.attention.triton import attend_pool, attend_rows, sides
+from kvfold.attention.triton.step import GraphStep, told_of_next
 from kvfold.attention.triton.unfolded import ROWS
 from kvfold.cache.config import LayerConfig
 from kvfold.cache.layer import LayerCache
@@ -178,6 +179,22 @@ def over_rows(
     return lambda: attend_rows(query, rows, dense, scaling=dim**-0.5, mask=mask)
 
 
+def step_of_a_graph(name: str, dim: int, repeat: int) -> Callable[[], object]:
+    """Appending a token to a cache of `name`, and attending with it."""
+    x, query = torch.randn(1, 1, 1_025, dim).bfloat16(), torch.randn(1, repeat, 1, dim).bfloat16()
+    cache = LayerCache(LayerConfig(name))
+    cache.observe(None, cache.append(x[:, :, :1_022], x[:, :, :1_022]))
+    rows, token = cache.groups[0].rows, x[:, :, 1_022:1_023]
+    numbers = torch.tensor(told_of_next(rows).numbers, dtype=torch.int32)
+
+    def step() -> None:
+        own = GraphStep(rows, numbers)
+        own.append(token, token, rows.length)
+        own.attend(query, torch.empty_like(query), rows.length + 1, dim**-0.5, 0.0, 1)
+
+    return step
+
+
 def over_pool(name: str, dim: int, repeat: int) -> Callable[[], object]:
     """Attention of one token over an engine's pool."""
     layer, table = pool_of(name, dim)
@@ -228,6 +245,8 @@ def main() -> None:
         if why_not_paged(get_formats(name, 128, 128)) is None:
             jobs.append((f"{name}, D128, a pool", 4, over_pool(name, 128, 4)))
             jobs.append((f"{name}, D128, into a pool", 0, into_pool(name, 128)))
+    for name in ("kvfold-4", "turboquant-4"):
+        jobs.append((f"{name}, D128, a graph's step", 4, step_of_a_graph(name, 128, 4)))
     name = args.formats.partition(",")[0]
     jobs.append((f"{name}, D128, float32", 4, over_rows(name, 128, 4, 1, torch.float32)))
     jobs.append((f"{name}, D128, a mask", 256, over_rows(name, 128, 4, 64, masked=True)))

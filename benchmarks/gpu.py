@@ -2,7 +2,8 @@
 
 check   Kernels against the reference in float64, over prompts, chunks and single tokens: every format, head_dim 64 to
         256, latent keys of 576 channels, masks and soft caps, an engine's pool; the same inputs twice; and pages
-        folded here against those that the CPU folds. Nothing else runs if this fails.
+        folded here against those that the CPU folds. Replayed steps of a small model against the same steps without
+        CUDA graphs, bit for bit. Nothing else runs if this fails.
 decode  One new token of each of a batch of sequences: folded attention beside the fastest of torch's dense kernels in
         bfloat16, both replayed as CUDA graphs, so that the GPU's time is what counts, and over as many caches in turn
         as no second-level cache holds. "of copy" is the rate at which the folded bytes are read, over the rate at which
@@ -11,9 +12,9 @@ decode  One new token of each of a batch of sequences: folded attention beside t
         fast as `gpu_estimates.py` guesses: if that is near "ms", instructions are the bound.
 prompt  The same for 512 new tokens of one sequence. Dense attention is not causal there, and reads a little more.
 fold    Vectors a second, as prompts fold them.
-model   Decoding by a random model of Qwen3-8B's shape, with as many layers as memory has room for, folded beside a
-        dense cache in bfloat16; the share of folding, which comes with every 64th token; the most memory that was
-        allocated beside the weights.
+model   Decoding by a random model of Qwen3-8B's shape, with as many layers as memory has room for, folded, with and
+        without CUDA graphs, beside a dense cache in bfloat16; the first steps, one of which is recorded; the share of
+        folding in the others, which comes with every 64th token; the most memory that was allocated beside the weights.
 report  Registers and spilled bytes of the kernels that ran.
 
     python benchmarks/gpu.py [--json FILE] [--parts check,decode] [--formats kvfold-4,turboquant-4]
@@ -162,6 +163,9 @@ def check() -> Iterator[Row]:
             f"{name}, prompts of a pool", "bfloat16", pool_error(name, [40, 30, 69]), TOLERANCE[torch.bfloat16]
         )
         yield row_of(f"{name}, pages beside the CPU's", "float32", *fold_error(name))
+        if GPU:
+            error, same = graph_error(name)
+            yield row_of(f"{name}, steps as graphs", "bfloat16", error, TOLERANCE[torch.bfloat16], same)
 
 
 def row_of(what: str, dtype: str, error: float, tolerance: float, same: bool | None = None) -> Row:
@@ -251,6 +255,33 @@ def fold_error(name: str) -> tuple[float, float]:
         here, there = (fmt.unfold(fmt.fold(each)).cpu() for each in (x.to(DEVICE), x))
         worst = max(worst, ((here - there).norm() / (there - x).norm()).item())
     return worst, 0.05  # codes that lie on an edge may go either way
+
+
+def graph_error(name: str) -> tuple[float, bool]:
+    """How far logits of replayed steps, some of which fold, are from those without graphs; and whether bits agree."""
+    import transformers
+
+    import kvfold
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1_000, num_hidden_layers=2, hidden_size=512, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, intermediate_size=512,
+    )  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config).eval().to(DEVICE, torch.bfloat16)
+    ids, outs = torch.randint(0, 1_000, (2, 600), device=DEVICE), []
+    cache = kvfold.FoldedCache(config, name)
+    with torch.no_grad():
+        for graphs in (True, False):
+            kvfold.attach(llama, cuda_graphs=graphs)
+            if graphs:
+                llama(ids[:, :400], past_key_values=cache)
+                llama(ids[:, 400:401], past_key_values=cache)  # from here on storage is as it will be
+            own = copy.deepcopy(cache) if graphs else cache
+            steps = [llama(token, past_key_values=own).logits for token in ids[:, 401:].split(1, 1)]
+            outs.append(torch.cat(steps))
+            kvfold.detach(llama)
+    return distance(*outs), torch.equal(*outs)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -375,6 +406,10 @@ def fold(formats: list[str], tokens: int = 32_768, kv_heads: int = 8) -> Iterato
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
+FIRST = 3
+"""Steps of which one warms up for a CUDA graph, the next is recorded, and the last compared."""
+
+
 def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> Iterator[Row]:
     import transformers
 
@@ -391,14 +426,12 @@ def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> I
     with torch.device(DEVICE):
         qwen = transformers.Qwen3ForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
-    kvfold.attach(qwen)
     ids = torch.randint(0, 32_000, (batch, context), device=DEVICE)
     weights = torch.cuda.memory_allocated()
 
     @torch.no_grad()
-    def run(kind: str, tokens: int, steps: int) -> tuple[float, list[float]]:
+    def run(cache: Any, tokens: int, steps: int) -> tuple[float, list[float]]:
         """Seconds of reading a prompt, and of each step after it."""
-        cache = transformers.DynamicCache(config=config) if kind == "bf16" else kvfold.FoldedCache(config, kind)
         torch.cuda.synchronize()
         start = time.perf_counter()
         for first in range(0, tokens, 4_096):
@@ -414,14 +447,19 @@ def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> I
             times.append(time.perf_counter() - start)
         return prefill, times
 
-    for kind in ("bf16", name):
-        run(kind, 5_000, 70)  # compiles what it needs, a step that folds included
+    for kind, graphs in (("bf16", False), (name, False), (name, True)):
+        kvfold.attach(qwen, cuda_graphs=graphs)
+        make = transformers.DynamicCache if kind == "bf16" else partial(kvfold.FoldedCache, format=kind)
+        run(make(config=config), 5_000, 70)  # compiles what it needs, a step that folds included
         torch.cuda.reset_peak_memory_stats()
-        prefill, times = run(kind, context, new)
-        usual = statistics.median(times)
+        prefill, times = run(make(config=config), context, new + FIRST)
+        kvfold.detach(qwen)
+        later = times[FIRST:]
+        usual = statistics.median(later)
         yield {
-            "cache": kind, "layers": layers, "batch": batch, "tokens": context, "prefill s": prefill,
-            "ms a step": 1e3 * usual, "of it folding": 1 - usual / statistics.mean(times),
+            "cache": kind, "graphs": "yes" if graphs else "no", "layers": layers, "batch": batch, "tokens": context,
+            "prefill s": prefill, "first steps s": sum(times[:FIRST]), "ms a step": 1e3 * usual,
+            "of it folding": 1 - usual / statistics.mean(later),
             "most MiB": (torch.cuda.max_memory_allocated() - weights) / 2**20,
         }  # fmt: skip
 

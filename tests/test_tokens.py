@@ -26,7 +26,7 @@ def _empty(name: str, dim: int, lanes: str, pages: int = 2) -> tuple[TokenPages,
     held = fmt.fold_from(torch.zeros(3, 2, pages * fmt.page_size, dim))
     for _, tensor in held.tensors():
         tensor.zero_()
-    how = fmt.token_code()
+    how = fmt.token_code(torch.device("cpu"))
     assert how is not None
     assert held.scale is not None
     return TokenPages(how, fmt.lanes, held.code, held.scale), held

@@ -304,6 +304,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
     assert {row["target"] for row in rows} == {"cuda:90", "hip:gfx942"}
     assert {row["kernel"] for row in rows} == {
         "attend_pages", "unfold", "attend_dense", "together", "combine", "_fold_rotated", "_fold_channelwise", "_pack",
+        "_append", "_fold_token",
     }  # fmt: skip
     ours = [row for row in rows if row["for"].startswith("kvfold-4, D128, 4 heads") and row["kernel"] != "together"]
     assert all(not row["spilled"] and row["shared bytes"] <= 2**15 for row in ours)

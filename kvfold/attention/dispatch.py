@@ -76,9 +76,9 @@ def attend(
         backend_of(backend)  # raises if there is none
     if mask is None and new.layer.config.sliding:
         mask = sliding_mask(new, query.device)
-    if new.is_step and mask is None and sink_logits is None and (backend is None or backend == "cpu"):
+    if new.is_step and mask is None and sink_logits is None:
         rows = new.layer.groups[0].rows
-        if rows.step is not None:
+        if rows.step is not None and rows.step.backend == (backend or FASTEST.get(query.device.type)):
             answer = torch.empty_like(query)
             if rows.step.attend(query, answer, rows.length, scaling, softcap or 0.0, torch.get_num_threads()):
                 return answer

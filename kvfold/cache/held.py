@@ -114,10 +114,16 @@ class HeldRows:
 
     # Growing and shrinking
 
-    def _with_ripe_pages(self, dense: DenseSpan, formats: FormatPair, fold: Fold) -> tuple[PageStore, ...]:
-        """Stores with the pages of `dense` that are ripe and not folded yet."""
+    def _with_ripe_pages(
+        self, dense: DenseSpan, formats: FormatPair, fold: Fold, length: int | None = None
+    ) -> tuple[PageStore, ...]:
+        """Stores with the pages of `dense` that are ripe in rows of `length` slots, and not folded yet.
+
+        None: rows end where `dense` does.
+        """
         stores, start = self.read_as(formats), self.folded_stop
-        ripe = self.schedule.ripe(dense.stop, self.evicted) - self.keys.count
+        whole = (dense.stop - start) // self.page_size
+        ripe = min(self.schedule.ripe(length or dense.stop, self.evicted) - self.keys.count, whole)
         if ripe <= 0:
             return stores
         own = slice(start - dense.start, start - dense.start + ripe * self.page_size)
@@ -135,7 +141,7 @@ class HeldRows:
     def _cleared(self, stores: tuple[PageStore, ...], length: int) -> tuple[PageStore, ...]:
         """Stores with the slots of the last page emptied from `length` on: adding a token to a slot needs it empty."""
         page, part = divmod(max(length - self.window.sinks, 0), self.page_size)
-        return tuple(store.without_slots(page, part) for store in stores) if part else stores
+        return tuple(store.without_slots(page, part) if page < store.count else store for store in stores)
 
     def _cropped(self, length: int, stores: tuple[PageStore, ...]) -> dict[str, Any]:
         """What to set, besides dense tokens, when rows keep the first `length` slots and, of their pages, `stores`."""

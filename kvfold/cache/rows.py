@@ -1,6 +1,7 @@
 """Folded sequences of one length, in tensors: pages and dense tokens, as the schedule has them."""
 
 import copy
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from kvfold.cache.fit import Allot
 from kvfold.cache.held import HeldRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.cache.store import PageStore
+from kvfold.cache.tail import Sides
 from kvfold.formats import FormatPair
 from kvfold.formats.base import require_finite
 from kvfold.formats.page import Pages
@@ -120,6 +122,42 @@ class FoldedRows(HeldRows):
         room = self.dense.room_left - self.length
         return next((n for n in range(room) if not self.only_joins(n + 1, newest=1)), room)
 
+    def fold_ahead(self) -> bool:
+        """Fold now what would fold when the next single token comes, and return whether that token then only joins.
+
+        What its query reads is the same. Raises ValueError as `append`.
+        """
+        if self.only_joins(1):
+            return True
+        if self.awaits_queries or not (self.schedule.by_token or self.dense.tail):
+            return False
+        self.check_finite()
+        if self.schedule.by_token:
+            if self.keys.storage is not None and not (self.length - self.window.sinks) % self.page_size:
+                self._become(stores=tuple(store.with_empty_page() for store in self.stores))
+        else:
+            tail, length = self.tail_span(), self.length + 1
+            assert tail is not None
+            stores = self._with_ripe_pages(tail, self.formats, self._fold, length)
+            tail_start = self.schedule.tail_start(length, self.evicted, stores[0].count, 1)
+            dense = self.dense.with_tail(tail, 0, max(tail_start, self.dense.tail_start))
+            self._become(stores=stores, dense=dense)
+        return self.only_joins(1)
+
+    def empty_next(self) -> None:
+        """Empty the slot of the next token, in place, if tokens fold by themselves; fold_ahead says that it has one."""
+        if self.schedule.by_token:
+            self._cleared(self.stores, self.length)
+
+    def stay_in(self, tail: Sides | None, pages: int) -> None:
+        """Keep the dense tail in `tail`, which has room, and have room for `pages` pages: new tokens move neither."""
+        dense = self.dense
+        if tail is not None and not all(map(is_, tail, dense.tail or ())):
+            dense = dense.moved_into(tail, self.length)
+        stores = tuple(store.with_room(pages) for store in self.stores)
+        if dense is not self.dense:
+            self._become(stores=stores, dense=dense)
+
     def token_folder(self) -> TokenFolder | None:
         """The kernel that folds single tokens into pages; None if there is none."""
         keys, values = self.pages()
@@ -134,7 +172,7 @@ class FoldedRows(HeldRows):
         streams = []
         sides = ((self.formats.keys, keys), (self.formats.values, values))
         for fmt, pages in sides[: len(self.stores)]:
-            how = fmt.token_code()
+            how = fmt.token_code(keys.code.device)
             if how is not None and pages.scale is not None:
                 streams.append(TokenPages(how, fmt.lanes, pages.code, pages.scale))
         folder = TokenFolder(streams) if len(streams) == len(self.stores) else None
@@ -298,8 +336,9 @@ class FoldedRows(HeldRows):
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        if self.schedule.by_token:
-            self._cleared(self.stores, self.length)  # in place
+        if self.schedule.by_token:  # tokens and free pages came in place
+            stores = tuple(store.first(self.schedule.pages(self.length)) for store in self.stores)
+            self._become(stores=self._cleared(stores, self.length))
 
     def selected(self, rows: Tensor) -> "FoldedRows":
         """The batch rows `rows`, in that order, repeats allowed; `self` stays as it is."""

@@ -80,11 +80,11 @@ class Schedule:
         """Whether `n` new tokens only extend what is held: no page folds, and nothing leaves the tail.
 
         The last pass of them has `newest` tokens; None: they come in one pass. If tokens fold one by one, a single
-        token extends a page that is part full.
+        token extends a page with a free slot.
         """
         after = length - self.window.sinks
         if self.by_token:
-            return n == 1 and after > 0 and after % self.page_size > 0
+            return n == 1 and 0 < after < pages * self.page_size
         if after < 0 or (not awaits_fit and self.ripe(length + n, evicted) > pages):
             return False
         return self.tail_start(length + n, evicted, pages, newest or n) <= tail_start

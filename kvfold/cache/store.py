@@ -44,6 +44,11 @@ class PageStore:
         """The pages, and reserved room; None before the first page."""
         return None if self.room is None else self.room.pages
 
+    @property
+    def capacity(self) -> int:
+        """Pages that storage has room for."""
+        return 0 if self.storage is None else self.storage.code.shape[PAGE_DIM]
+
     def pages(self, start: int = 0, stop: int | None = None) -> Pages:
         """A view of pages `start` to `stop`."""
         stop = self.count if stop is None else min(stop, self.count)
@@ -69,6 +74,10 @@ class PageStore:
             target.copy_(source)
         return replace(self, count=self.count + added, room=room)
 
+    def with_room(self, count: int) -> Self:
+        """With room for `count` pages, so that storage stays where it is until they are full."""
+        return self if self.storage is None else replace(self, room=self._reserved(count, like=self.storage))
+
     def with_tokens(self, pages: Pages, first: int) -> Self:
         """With the tokens of `pages` in the same slots of the pages from page `first` on.
 
@@ -79,8 +88,7 @@ class PageStore:
         added = first + pages.code.shape[PAGE_DIM] - self.count
         grown = self
         if added > 0:
-            nothing = pages.map(lambda t: t.new_zeros(*t.shape[:PAGE_DIM], added, *t.shape[PAGE_DIM + 1 :]))
-            grown = self.with_pages(nothing)
+            grown = self._with_empty(added, pages)
         assert grown.storage is not None
         for target, source in _paired(grown.storage, pages, first):
             if target.is_floating_point():
@@ -89,14 +97,22 @@ class PageStore:
                 target.bitwise_or_(source)
         return grown
 
+    def with_empty_page(self) -> Self:
+        """With one page more, without tokens. For formats that fold token by token."""
+        assert self.storage is not None
+        return self._with_empty(1, self.storage)
+
+    def _with_empty(self, count: int, like: Pages) -> Self:
+        return self.with_pages(like.map(lambda t: t.new_zeros(*t.shape[:PAGE_DIM], count, *t.shape[PAGE_DIM + 1 :])))
+
     def first(self, count: int) -> Self:
         """The first `count` pages, in less storage once less than half of it is in use."""
         first = replace(self, count=count)
-        return first._copied() if 2 * count < self._capacity else first
+        return first._copied() if 2 * count < self.capacity else first
 
     def trimmed(self) -> Self:
         """The same pages, without more room than growth reserves."""
-        return self._copied() if self._capacity > self.count + self.count // GROWTH else self
+        return self._copied() if self.capacity > self.count + self.count // GROWTH else self
 
     def without_slots(self, page: int, slot: int) -> Self:
         """With the last page, number `page`, emptied from slot `slot` on, in place."""
@@ -121,15 +137,11 @@ class PageStore:
         """A copy of a part of storage, which does not keep the whole alive."""
         return part.clone()
 
-    @property
-    def _capacity(self) -> int:
-        return 0 if self.storage is None else self.storage.code.shape[PAGE_DIM]
-
     def _reserved(self, count: int, like: Pages) -> Room:
         """Room for `count` pages, these among them."""
-        if self.room is not None and count <= self._capacity:
+        if self.room is not None and count <= self.capacity:
             return self.room
-        capacity = max(count, self._capacity + self._capacity // GROWTH)
+        capacity = max(count, self.capacity + self.capacity // GROWTH)
         if self.room is None:
             return Room(like.map_named(lambda _, t: self._grown(None, t, capacity)))
         held = self.room.pages

@@ -101,6 +101,14 @@ class DenseTokens:
             kept[:, :, first:held] = source[:, :, tail_start + first - dense.start :]
         return replace(self, tail=tail, tail_start=tail_start)
 
+    def moved_into(self, tail: Sides, length: int) -> "DenseTokens":
+        """With the tail of rows of `length` slots in other storage, which has room for it."""
+        assert self.tail is not None
+        held = length - self.tail_start
+        for new, own in zip(tail, self.tail, strict=True):
+            new[:, :, :held] = own[:, :, :held]
+        return replace(self, tail=tail)
+
     def moved(self, slots: int) -> "DenseTokens":
         """The same tokens, `slots` slots further on."""
         return replace(self, tail_start=self.tail_start + slots)

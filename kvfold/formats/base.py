@@ -133,8 +133,8 @@ class Format(ABC):
         """Whether this format needs tables from `fitted` that only a calibration tells, no prompt's first tokens."""
         return False
 
-    def token_code(self) -> RotatedCode | None:
-        """How a token that folds by itself becomes codes; None if no kernel folds such tokens."""
+    def token_code(self, device: torch.device) -> RotatedCode | None:
+        """How a token on a device that folds by itself becomes codes; None if no kernel folds such tokens."""
         return None
 
     def fitted(self, statistics: KeyStatistics) -> "Format":

@@ -48,8 +48,8 @@ class Rotated(Format):
         assert isinstance(transform, Transform)
         return RotatedCode(transform, on(device, self.form.lut)[0], self.rule, self.centred)
 
-    def token_code(self) -> RotatedCode | None:
-        return None if self.centred else self._code(torch.device("cpu"))
+    def token_code(self, device: torch.device) -> RotatedCode | None:
+        return None if self.centred else self._code(device)
 
     def encode(self, x: Tensor) -> TokenCodes:
         code, scale, centre = rotated.encode(x, self._code(x.device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.attention.triton.launch import NO_MASK, QUERIES, by_token, launch
 from kvfold.attention.triton.sides import pooled
-from kvfold.attention.triton.spans import Dense, Ints, Sequences, Span
+from kvfold.attention.triton.spans import Dense, Ints, Sequences, Span, sent
 from kvfold.cache.pool.layer import PagedLayer
 from kvfold.cache.pool.plan import EngineStep
 from kvfold.kernels.triton import on_its_device
@@ -94,7 +94,7 @@ def _on_device(step: EngineStep, layer: PagedLayer, device: torch.device, querie
 
 def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64], device: torch.device) -> _PoolPart:
     """The new tokens `part` of a step."""
-    chosen, tokens, lasts, ints = [], list[int](), list[int](), Ints(device)
+    chosen, tokens, lasts, ints = [], list[int](), list[int](), Ints()
     for i, (first, count, length, *_) in enumerate(step.rows.tolist()):
         if first < part.stop and first + count > part.start:
             chosen.append(i)
@@ -114,13 +114,13 @@ def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64
     new = [ints.add(row[0] for row in rows), ints.add(row[1] for row in rows), ints.add(before), start, stop]
     zero, skipped = ints.add([0] * max(len(rows), len(tokens))), ints.add(row[7] >= 0 for row in rows)
     dense_first = [ints.add(max(row[7], 0) for row in rows), skipped, zero, zero, start]
-    ints.send()
+    numbers = sent(ints.numbers, device)
     return _PoolPart(
         slice(part.start, part.stop),
-        Sequences(ints[first], ints[count], ints[held], ints[start], max(counts), max(pages), fewest=min(counts),
-                  skipped=ints[skipped]),
+        Sequences(numbers[first], numbers[count], numbers[held], numbers[start], max(counts), max(pages),
+                  fewest=min(counts), skipped=numbers[skipped]),
         torch.from_numpy(units[chosen]).int().to(device),
-        *(Span(*map(ints.__getitem__, span)) for span in (tail, new, dense_first)),
+        *(Span(*map(numbers.__getitem__, span)) for span in (tail, new, dense_first)),
     )  # fmt: skip
 
 

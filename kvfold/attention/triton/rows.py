@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.attention.triton.launch import NO_MASK, QUERIES, by_token, launch
 from kvfold.attention.triton.sides import stored
-from kvfold.attention.triton.spans import Dense, Ints, Sequences, Span
+from kvfold.attention.triton.spans import Dense, Ints, Sequences, Span, sent
 from kvfold.cache.rows import FoldedRows
 from kvfold.cache.spans import DenseSpan
 from kvfold.formats.page import PageForm
@@ -36,7 +36,7 @@ def why_not(query: Tensor, rows: FoldedRows, mask: Tensor | None) -> str | None:
 
 
 def step_of(rows: FoldedRows) -> None:
-    """None: single tokens have no fast path."""
+    """None: single tokens have no fast path but in CUDA graphs (`kvfold.attention.triton.step`)."""
 
 
 def why_not_pages(*forms: PageForm) -> str | None:
@@ -88,41 +88,74 @@ def attend_rows(
 
 def _attend_some(
     query: Tensor, rows: FoldedRows, dense: DenseSpan | None, until: list[int], after: list[int], *,
-    scaling: float, mask: Tensor | None, softcap: float | None, sink_logits: Tensor | None,
+    scaling: float, mask: Tensor | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of queries that read folded tokens up to `until`, and any tokens up to `after`."""
+    told = Told(rows, dense, until, after)
+    return attend_told(query, rows, told, told.sent(query.device), scaling, mask, softcap, sink_logits)
+
+
+class Told:
+    """What the kernels are told of rows and their newest tokens: whole numbers, and dense tokens.
+
+    The numbers, and nothing else, change while tokens join storage that stays where it is.
+    """
+
+    def __init__(self, rows: FoldedRows, dense: DenseSpan | None, until: list[int], after: list[int]) -> None:
+        n, batch, sinks, ints = len(until), rows.batch, rows.window.sinks, Ints()
+        stop = [max(min(pair) - sinks, 0) for pair in zip(until, after, strict=True)]
+        pages = min(rows.keys.count, -(-max(stop) // rows.page_size))  # that some query reads
+        self.new, self.length = n, rows.length
+        self.spans = [span for span in (rows.sink_span(), dense) if span is not None and span.start < span.stop]
+        self.most_pages = rows.keys.capacity if n == 1 else pages  # graphs of single tokens go on reading more
+        self._sequences = [ints.add(range(0, batch * n, n)), *map(ints.add, ([n] * batch, [pages] * batch))]
+        self._sequences.append(ints.add(stop * batch))
+        places, afters = ints.add(range(batch)), ints.add(after * batch)
+        starts = {True: ints.add(until * batch), False: ints.add([0] * batch * n)}
+        self._spans = [
+            (places, ints.add([span.offset + span.tokens] * batch), ints.add([span.start - span.offset] * batch),
+             starts[span is dense], afters) for span in self.spans
+        ]  # fmt: skip
+        self.numbers = ints.numbers
+
+    def sent(self, device: torch.device) -> Tensor:
+        """The numbers on a device."""
+        return sent(self.numbers, device)
+
+    def sequences(self, numbers: Tensor) -> Sequences:
+        """`numbers` are those on the device."""
+        first, count, pages, stop = (numbers[part] for part in self._sequences)
+        return Sequences(first, count, pages, stop, self.new, self.most_pages, fewest=self.new)
+
+    def dense(self, numbers: Tensor) -> list[Dense]:
+        """The sinks and the other dense tokens that are read."""
+        found = []
+        for span, parts in zip(self.spans, self._spans, strict=True):
+            key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in span.storage)
+            own = Span(*(numbers[part] for part in parts))
+            found.append(Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
+        return found
+
+
+def attend_told(
+    query: Tensor, rows: FoldedRows, told: Told, numbers: Tensor, scaling: float, mask: Tensor | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of queries that read what `told` says, with its `numbers` on their device: float32."""
     batch, _, n, _ = query.shape
-    kv_heads, device, exact = rows.kv_heads, query.device, query.dtype == torch.float32
+    kv_heads, exact = rows.kv_heads, query.dtype == torch.float32
     q = query.float().unflatten(1, (kv_heads, -1)) * scaling
-    sinks = rows.window.sinks
-    stop = [max(min(pair) - sinks, 0) for pair in zip(until, after, strict=True)]
-    count = min(rows.keys.count, -(-max(stop) // rows.page_size))  # pages that some query reads
-    spans = [span for span in (rows.sink_span(), dense) if span is not None and span.start < span.stop]
-    ints = Ints(device)
-    first, counts = ints.add(range(0, batch * n, n)), ints.add([n] * batch)
-    pages, stops = ints.add([count] * batch), ints.add(stop * batch)
-    starts, afters = ints.add(until * batch), ints.add(after * batch)
-    nothing = ints.add([0] * batch * n)
-    places = ints.add(range(batch))
-    placed = [(ints.add([span.key.shape[2]] * batch), ints.add([span.start] * batch)) for span in spans]
-    ints.send()
-    given = []
-    for span, (held, position) in zip(spans, placed, strict=True):
-        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (span.key, span.value))
-        own = Span(ints[places], ints[held], ints[position], ints[starts if span is dense else nothing], ints[afters])
-        given.append(Dense(own, key, value, key.stride()[:3], value.stride()[:3]))
-    sequences = Sequences(ints[first], ints[counts], ints[pages], ints[stops], n, count, fewest=n)
-    sides = (stored(rows.keys, exact), stored(rows.values, exact)) if count else None
+    sides = (stored(rows.keys, exact), stored(rows.values, exact)) if told.most_pages else None
     masked = NO_MASK
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         by = [0 if mask.shape[dim] == 1 else mask.stride(dim) for dim in range(3)]
         masked = dict(zip(NO_MASK, (mask.view(torch.uint8), *by, mask.shape[-1]), strict=True))
-    width = 0 if rows.keys.storage is None else rows.keys.storage.code.shape[2]
     rotated, plain = launch(
-        by_token(q), by_token(rows.keys.form.rotated_query(q)), sequences, sides, (None, width), given,
-        kv_heads=kv_heads, value_dim=rows.value_dim, code_dim=rows.values.form.code_dim, softcap=softcap,
-        sink_logits=sink_logits, mask=masked, position=sinks, exact=exact,
+        by_token(q), by_token(rows.keys.form.rotated_query(q)), told.sequences(numbers), sides,
+        (None, rows.keys.capacity), told.dense(numbers), kv_heads=kv_heads, value_dim=rows.value_dim,
+        code_dim=rows.values.form.code_dim, softcap=softcap, sink_logits=sink_logits, mask=masked,
+        position=rows.window.sinks, exact=exact,
     )  # fmt: skip
     rotated, plain = (x.view(batch, n, kv_heads, -1, x.shape[-1]).permute(0, 2, 3, 1, 4) for x in (rotated, plain))
     return (rows.values.form.transform.invert(rotated) + plain).flatten(1, 2)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from kvfold.quant.packing import TILE
 
+ALIGNED = 4
+"""Numbers to whose multiples parts are aligned: kernels are compiled anew for addresses of other alignment."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
@@ -51,27 +54,26 @@ class Dense:
 
 
 class Ints:
-    """Whole numbers that go to the device together."""
+    """Whole numbers that go to a device together."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._numbers = device, list[int]()
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
 
     def add(self, numbers: Iterable[int]) -> slice:
-        self._numbers += [0] * (-len(self._numbers) % 4)  # kernels are compiled anew for addresses of other alignment
-        start = len(self._numbers)
-        self._numbers.extend(numbers)
-        return slice(start, len(self._numbers))
+        """Where `numbers` are among all."""
+        self.numbers += [0] * (-len(self.numbers) % ALIGNED)
+        start = len(self.numbers)
+        self.numbers.extend(numbers)
+        return slice(start, len(self.numbers))
 
-    def send(self) -> None:
-        self._sent = _sent(tuple(self._numbers), self.device)
 
-    def __getitem__(self, part: slice) -> Tensor:
-        return self._sent[part]
+def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """`numbers` on a device, int32, sent once for all layers of equal length: each copy would wait for the GPU."""
+    return _sent(tuple(numbers), device)
 
 
 @lru_cache(maxsize=8)
 def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A tensor of `numbers`, sent once for all layers of equal length: each copy would wait for the GPU."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 

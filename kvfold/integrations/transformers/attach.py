@@ -18,9 +18,11 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import BACKENDS
+from kvfold.formats.numbers import truth
 from kvfold.integrations.transformers.attention import attention
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calls import cache_name
+from kvfold.integrations.transformers.graphs import StepGraphs
 from kvfold.integrations.transformers.latent import expand_unless_folded, latent_modules
 from kvfold.integrations.transformers.layer import ATTACHMENT
 
@@ -46,7 +48,7 @@ class Lock:
         return Lock, ()
 
 
-def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
+def attach(model: PreTrainedModel, backend: str | None = None, *, cuda_graphs: bool = False) -> bool:
     """Make `model` read folded caches folded.
 
     A forward pass that is given a `FoldedCache` reads it as codes. Dense layers of the cache, and all other passes, run
@@ -59,6 +61,11 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
         Any decoder-only model of transformers ≥ 5.16 whose attention can be replaced.
     backend
         One of `kvfold.attention.BACKENDS`; None for the fastest that takes each call.
+    cuda_graphs
+        Whether steps of one token a row are recorded as CUDA graphs and replayed, the whole model with them, which
+        saves the time that Python takes between kernels. It is for caches whose layers all fold, and batches without
+        padding; the log says if a step cannot be a graph. Outputs are copies without gradients. Nothing of the model
+        but weights and inputs may change what it computes from one step to the next.
 
     Returns
     -------
@@ -69,14 +76,17 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
     Raises
     ------
     ValueError
-        If there is no such backend, or the model is attached with another.
+        If there is no such backend, or the model is attached with another, or without the graphs that are wanted.
     """
+    truth("cuda_graphs", cuda_graphs)
     attached = vars(model).get(ATTACHMENT)
     if attached is not None and _is_guarded(model):
         if backend is not None and attached.backend != backend:
             raise ValueError(
                 f"backend = {backend!r}, but the model is attached with {attached.backend!r}: kvfold.detach it first"
             )
+        if cuda_graphs and attached.graphs is None:
+            raise ValueError("cuda_graphs = True, but the model is attached without: kvfold.detach it first")
         return True
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}, or None")
@@ -93,7 +103,7 @@ def attach(model: PreTrainedModel, backend: str | None = None) -> bool:
         )
         return False
     implementation = "sdpa" if getattr(decoder, "_supports_sdpa", False) else NAME
-    attachment = Attachment(decoder, backend, implementation, configs)
+    attachment = Attachment(decoder, backend, implementation, configs, StepGraphs() if cuda_graphs else None)
     for module in {id(model): model, id(decoder): decoder}.values():
         setattr(module, ATTACHMENT, attachment)
         if not _is_guarded(module):
@@ -133,9 +143,19 @@ class Attachment:
     # The attention implementation during the pass, by transformers' name; models prepare masks for it.
     implementation: str
     configs: list[PreTrainedConfig]  # configs by which the decoder's layers choose their attention
+    graphs: StepGraphs | None  # that its steps are recorded in; None if none are wanted
     # What they chose before a pass over a folded cache switched them; None while they are not switched.
     own: list[str] | None = None
     lock: Lock = field(default_factory=Lock)  # held by passes of a model that has to be switched
+
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], cache: FoldedCache, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A pass over a folded cache that has begun."""
+        if self.graphs is None or is_dynamo_compiling():
+            return forward(*args, **kwargs)
+        given = inspect.signature(forward).bind_partial(*args).arguments | kwargs
+        return self.graphs.run(module, forward, cache, given)
 
     @contextmanager
     def in_use(self, folded: bool) -> Iterator[None]:
@@ -247,7 +267,7 @@ def _guarded(forward: Callable[..., Any], kept: str) -> Callable[..., Any]:
         try:
             cache.begin_pass(self, attachment.decoder, attachment.backend, mask)
             with attachment.in_use(folded=cache.folds):
-                output = run(*args, **kwargs)
+                output = attachment.run(self, run, cache, *args, **kwargs)
             cache.end_pass(broken=False)
         except BaseException:
             cache.end_pass(broken=True)

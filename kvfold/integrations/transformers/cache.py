@@ -145,7 +145,8 @@ class FoldedCache(WatchedStates):
         self.passes = Passes(self.layers, self.shapes, self.forward_pass)
         self._columns = 0  # of all folded layers, when the pass began
         self.number: Tensor | None = None
-        self._fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
+        # Whether graphs can hold all layers' part of a pass.
+        self.fits_graphs = all(type(layer) is FoldedLayer for layer in layers)
 
     def _folded(self) -> list[LayerCache]:
         return [layer.folded for layer in self.layers if isinstance(layer, FoldedLayer)]
@@ -180,7 +181,7 @@ class FoldedCache(WatchedStates):
                 "eviction is given, but this model does not read folded caches: kvfold.attach(model) first, or leave "
                 "it out"
             )
-        if torch.compiler.is_dynamo_compiling() and self.forward_pass.reads_folded and self._fits_graphs:
+        if torch.compiler.is_dynamo_compiling() and self.forward_pass.reads_folded and self.fits_graphs:
             return await_attention(self, layer_idx, key_states, value_states)
         with self.passes.touching(layer_idx, "update"):
             layer = self.layers[layer_idx]

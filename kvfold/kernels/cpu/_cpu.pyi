@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,6 +150,8 @@ class TokenSide:
     ) -> None: ...
 
 class Step(Addresses):
+    backend: ClassVar[str]
+
     def __init__(
         self,
         rows: Rows,

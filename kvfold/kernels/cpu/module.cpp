@@ -264,12 +264,13 @@ NB_MODULE(_cpu, m) {
       .def(nb::init<const kvfold::Rotation&, std::uintptr_t, unsigned, int, bool, std::size_t, std::uintptr_t, std::size_t,
                     std::size_t, std::uintptr_t, std::size_t, std::size_t>());
   m.def("fold_token", &fold_token);
-  nb::class_<Step, kvfold::Addresses>(m, "Step")
-      .def(nb::init<const Rows&, std::int64_t, std::int64_t, std::size_t, const std::optional<GivenSpan>&, const std::optional<GivenSpan>&,
+  auto step = nb::class_<Step, kvfold::Addresses>(m, "Step");
+  step.def(nb::init<const Rows&, std::int64_t, std::int64_t, std::size_t, const std::optional<GivenSpan>&, const std::optional<GivenSpan>&,
                     const std::vector<Step::Fold>&, std::vector<nb::object>>(),
            nb::keep_alive<1, 2>())
       .def("append", &Step::append)
       .def("attend", &Step::attend);
+  step.attr("backend") = "cpu";  // as kvfold/attention/dispatch.py asks for it
   m.def("pack", &pack);
   m.def("unpack", &unpack);
   m.def("unpack_levels", &unpack_levels);

@@ -1,4 +1,5 @@
-"""Triton kernels for GPUs: codes.py reads and writes codes, pages.py reads pages, attend.py attends, fold.py folds.
+"""Triton kernels for GPUs: codes.py reads and writes codes, pages.py reads pages, attend.py attends,
+unfold.py unfolds pages for prompts, fold.py folds, append.py appends single tokens.
 
 They run on whatever Triton compiles for and, for tests, on a CPU with TRITON_INTERPRET=1.
 """

@@ -102,7 +102,15 @@ def tile_levels(tile, lane, table, bits, inside, EVEN: tl.constexpr, PLANES: tl.
 
 
 @triton.jit
-def _store_plane(to, tiles, bits, there, WIDTH: tl.constexpr):
+def _put(to, bytes, mask, JOINS: tl.constexpr):
+    """Store bytes; if JOINS, set their bits in those that are there."""
+    if JOINS:
+        bytes |= tl.load(to, mask=mask, other=0)
+    tl.store(to, bytes, mask=mask)
+
+
+@triton.jit
+def _store_plane(to, tiles, bits, there, WIDTH: tl.constexpr, JOINS: tl.constexpr):
     """Bytes of one plane of tiles (tokens, lane, channels, field, j), `to` (tokens, channels) in tiles."""
     TOKENS: tl.constexpr = tiles.shape[0]
     CHANNELS: tl.constexpr = tiles.shape[2]
@@ -115,7 +123,7 @@ def _store_plane(to, tiles, bits, there, WIDTH: tl.constexpr):
         shift = 4 * tl.arange(0, 2)[:, None, None, None, None] + tl.arange(0, 4)[:, None]
         bytes = tl.sum(tl.sum(tl.reshape(plane, (TOKENS, 2, 8, CHANNELS, 4, 4)) << shift[None], 4), 1)
         at = 4 * tl.arange(0, 8)[:, None, None] + j
-        tl.store(to[:, None, :, None] + at[None], bytes.to(tl.uint8), mask=has[:, None, :, None])
+        _put(to[:, None, :, None] + at[None], bytes.to(tl.uint8), has[:, None, :, None], JOINS)
     else:
         VECTORS: tl.constexpr = WIDTH // 2
         FIELDS: tl.constexpr = 8 // WIDTH
@@ -123,16 +131,19 @@ def _store_plane(to, tiles, bits, there, WIDTH: tl.constexpr):
         whole = tl.reshape(plane, (TOKENS, 16, CHANNELS, VECTORS, FIELDS, 4)) << shift[None, None, None, None]
         at = 4 * tl.arange(0, 16)[:, None, None, None] + 64 * tl.arange(0, VECTORS)[:, None] + j
         bytes = tl.sum(whole, 4).to(tl.uint8)
-        tl.store(to[:, None, :, None, None] + at[None], bytes, mask=has[:, None, :, None, None])
+        _put(to[:, None, :, None, None] + at[None], bytes, has[:, None, :, None, None], JOINS)
 
 
 @triton.jit
 def store_codes(
     page, code, tile, group, bits_of,
     PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
-    TOKEN_LANES: tl.constexpr,
+    TOKEN_LANES: tl.constexpr, JOINS: tl.constexpr = False,
 ):  # fmt: skip
-    """Pack int32 codes (tokens, channels), whole tiles from `tile` and `group` on, into the page at `page`."""
+    """Pack int32 codes (tokens, channels), whole tiles from `tile` and `group` on, into the page at `page`.
+
+    If JOINS, the page keeps the codes that it has, where these are 0.
+    """
     TOKENS: tl.constexpr = code.shape[0] // 16
     CHANNELS: tl.constexpr = code.shape[1] // 16
     if TOKEN_LANES:
@@ -149,10 +160,10 @@ def store_codes(
         to = page + 2 * PAGE_SIZE * before + 32 * tile * bits[None, :]
     there = tile * 16 < PAGE_SIZE
     if PLANES & 8:
-        _store_plane(to, tiles, bits, there, 8)
+        _store_plane(to, tiles, bits, there, 8, JOINS)
     if PLANES & 4:
-        _store_plane(to, tiles, bits, there, 4)
+        _store_plane(to, tiles, bits, there, 4, JOINS)
     if PLANES & 2:
-        _store_plane(to, tiles, bits, there, 2)
+        _store_plane(to, tiles, bits, there, 2, JOINS)
     if PLANES & 1:
-        _store_plane(to, tiles, bits, there, 1)
+        _store_plane(to, tiles, bits, there, 1, JOINS)

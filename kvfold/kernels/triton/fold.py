@@ -82,6 +82,30 @@ def _rotated(x, matrix, at, there, by_token, channel, IN: tl.constexpr, DIM: tl.
 
 
 @triton.jit
+def _coded(v, real, edges, levels, BITS: tl.constexpr, RULE: tl.constexpr):
+    """Codes of vectors, (tokens, channels), and their scales; `real`: which channels there are."""
+    square = tl.sum(v * v, 1)
+    direction = v / tl.maximum(tl.sqrt(square), 1.1754943508222875e-38)[:, None]
+    found = tl.zeros([v.shape[0], v.shape[1]], tl.int32)
+    for i in tl.static_range(BITS):  # binary search: how many edges are below
+        half = 2 ** (BITS - 1 - i)
+        found += tl.where(direction > tl.load(edges + found + half - 1), half, 0)
+    level = tl.where(real, tl.load(levels + found), 0.0)
+    product, length = tl.sum(v * level, 1), tl.sum(level * level, 1)
+    if RULE == "raw":
+        s = tl.sqrt(square)
+    else:
+        if RULE == "matched":
+            above, below = tl.sqrt(square), tl.sqrt(length)
+        elif RULE == "least_squares":
+            above, below = product, length
+        else:
+            above, below = square, product
+        s = tl.where((above != 0) & (below != 0), above / tl.where(below != 0, below, 1.0), 0.0)
+    return found, s
+
+
+@triton.jit
 def _unit(units, page, row, number):
     """The unit of a page of a head: by the order of programs, or beside the first head's unit."""
     if units is None:
@@ -122,28 +146,59 @@ def _fold_rotated(
         there = (at >= 0) & (at < tokens)
         v = _rotated(x, matrix, at, there, by_token, channel, IN, DIM, STEP)
         v = tl.where(there[:, None] & real, v - middle[None, :], 0.0)
-        square = tl.sum(v * v, 1)
-        direction = v / tl.maximum(tl.sqrt(square), 1.1754943508222875e-38)[:, None]
-        found = tl.zeros([BLOCK, CHANNELS], tl.int32)
-        for i in tl.static_range(BITS):  # binary search: how many edges are below
-            half = 2 ** (BITS - 1 - i)
-            found += tl.where(direction > tl.load(edges + found + half - 1), half, 0)
-        level = tl.where(real, tl.load(levels + found), 0.0)
-        product, length = tl.sum(v * level, 1), tl.sum(level * level, 1)
-        if RULE == "raw":
-            s = tl.sqrt(square)
-        else:
-            if RULE == "matched":
-                above, below = tl.sqrt(square), tl.sqrt(length)
-            elif RULE == "least_squares":
-                above, below = product, length
-            else:
-                above, below = square, product
-            s = tl.where((above != 0) & (below != 0), above / tl.where(below != 0, below, 1.0), 0.0)
+        found, s = _coded(v, real, edges, levels, BITS, RULE)
         tl.store(scale + unit * by_scale + own, tl.where(there, s, 0.0).to(tl.float16))
         found = tl.where(there[:, None] & real, found, 0)
         store_codes(code + unit * by_code, found, block // 16, 0, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES,
                     TOKEN_LANES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width", "heads", "by_row", "by_head", "by_code", "by_scale"])
+def _fold_token(
+    x, matrix, edges, levels, bits_of, held, code, scale, by_code, by_scale, width, heads, by_row, by_head,
+    IN: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, RULE: tl.constexpr, CHANNELS: tl.constexpr,
+    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, TILES: tl.constexpr, ALL_BITS: tl.constexpr, PLANES: tl.constexpr,
+    TOKEN_LANES: tl.constexpr,
+):  # fmt: skip
+    """A token of one head, the last of `held`, into its free slot; `kvfold.quant.rotated.encode`."""
+    head = tl.program_id(0).to(tl.int64)
+    after = tl.load(held) - 1
+    page, slot = after // PAGE_SIZE, after % PAGE_SIZE
+    unit = head * width + page
+    channel, offset = tl.arange(0, CHANNELS), tl.arange(0, 16)
+    real, there = (channel < DIM)[None, :], offset == slot % 16
+    x += head // heads * by_row + head % heads * by_head
+    v = _rotated(x, matrix, offset * 0, there, 0, channel, IN, DIM, STEP)
+    found, s = _coded(tl.where(there[:, None] & real, v, 0.0), real, edges, levels, BITS, RULE)
+    tl.store(scale + unit * by_scale + slot // 16 * 16 + offset, s.to(tl.float16), mask=there)
+    found = tl.where(there[:, None] & real, found, 0)
+    store_codes(code + unit * by_code, found, slot // 16, 0, bits_of, PAGE_SIZE, TILES, ALL_BITS, PLANES, TOKEN_LANES,
+                JOINS=True)  # fmt: skip
+
+
+@on_its_device
+def fold_token(
+    x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, code: Tensor, scale: Tensor, held: Tensor
+) -> None:
+    """Fold a token of each head, (batch, heads, 1, dim), into the slot before slot `held` of its pages.
+
+    code: (batch, heads, pages, bytes), scale: (batch, heads, pages, page_size, 1); the slot must be empty. `held` is an
+    int32 on the device: so a CUDA graph can fold one token after the other.
+    """
+    assert how.rule in SCALE_RULES
+    assert not how.centred
+    assert code.is_contiguous()
+    assert scale.is_contiguous()
+    matrix, levels = how.transform.matrix_on(x.device), on(x.device, how.levels)
+    check_dim(x, matrix.shape[1])
+    x, dim = x if x.stride(-1) == 1 else x.contiguous(), matrix.shape[0]
+    bits = (how.bits,) * (padded(dim) // TILE)
+    _fold_token[(x.shape[:2].numel(),)](
+        x, matrix, 0.5 * (levels[1:] + levels[:-1]), levels, bits_table(bits, x.device), held, code, scale,
+        code.shape[3], page_size, code.shape[2], x.shape[1], *x.stride()[:2],
+        IN=matrix.shape[1], DIM=dim, BITS=how.bits, RULE=how.rule, CHANNELS=triton.next_power_of_2(padded(dim)),
+        STEP=TILE, **_compiled_for(bits, lanes, page_size),
+    )  # fmt: skip
 
 
 def fold_rotated(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int, slot: int) -> tuple[Tensor, Tensor, Tensor]:
