@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from kvfold.attention.triton import attend_pool, attend_rows, sides
+from kvfold.attention.triton import attend_pool, attend_rows, launch, sides
 from kvfold.attention.triton.step import GraphStep, told_of_next
 from kvfold.attention.triton.unfolded import ROWS
 from kvfold.cache.config import LayerConfig
@@ -59,15 +59,19 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
 
 
-def launches(work: Callable[[], object], tensor_cores: bool = False) -> list[Launch]:
+def launches(work: Callable[[], object], nvidia: bool, tensor_cores: bool = False) -> list[Launch]:
     """Kernels that `work` launches, with arguments and options; none of them runs."""
     found: list[Launch] = []
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
         found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | named, options))
 
-    with patch.object(JITFunction, "run", run), patch.object(sides, "tensor_cores", lambda device: tensor_cores):
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(sides, "tensor_cores", lambda device: tensor_cores),
+        patch.object(launch, "has_wide_programs", lambda device: nvidia),
+    ):
         work()
     return found
 
@@ -117,7 +121,9 @@ def instructions(compiled: triton.compiler.CompiledKernel, passes: bool) -> int:
         text = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)]
     jumps = [(at, int(jump[1], 16)) for at, what in lines if (jump := re.search(r"BRA.* 0x([0-9a-f]+)", what))]
-    loops = [(to, at) for at, to in jumps if to < at] or [(0, max(at for at, what in lines if "EXIT" in what))]
+    products = [at for at, what in lines if re.search(r"[FI]G?MMA|HG?MMA", what)]  # stray jumps back have none
+    loops = [(to, at) for at, to in jumps if to < at and any(to <= product <= at for product in products)]
+    loops = loops or [(to, at) for at, to in jumps if to < at] or [(0, max(at for at, what in lines if "EXIT" in what))]
     first, last = max(loops, key=lambda loop: loop[1] - loop[0])
     turn = sum(first <= at <= last for at, _ in lines)
     if passes:
@@ -141,7 +147,7 @@ def a_number(
             * min(ROWS / queries, 1)
             / (2 * arguments["BLOCK"] * arguments["SHAPE"].code_dim)
         )
-    programs = max(min(queries, ROWS) / arguments.get("ROWS", ROWS), 1)
+    programs = min(queries, ROWS) / max(min(queries, arguments.get("ROWS", ROWS)), 1)
     if kernel.__name__ == "attend_pages":
         block = 64 if kernel.is_gluon() else arguments["BLOCK"]
         read = block * sum(arguments[side].code_dim for side in ("KEYS", "VALUES"))
@@ -154,7 +160,7 @@ def a_number(
 
 def counted(work: Callable[[], object], target: GPUTarget, queries: int, tensor_cores: bool) -> float:
     """Instructions of `work` for a number of pages, of all kernels that read pages or what is unfolded from them."""
-    found, total = launches(work, tensor_cores), 0.0
+    found, total = launches(work, target.backend == "cuda", tensor_cores), 0.0
     unfolded = [arguments["to"] for kernel, arguments, _ in found if kernel.__name__ == "unfold"]
     for kernel, arguments, options in found:
         compiled = triton.compile(source(kernel, arguments), target=target, options=options)
@@ -268,9 +274,10 @@ def main() -> None:
         backend, _, arch = target.partition(":")
         gpu = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)
         for what, queries, work in jobs:
-            found = launches(work, backend == "cuda")
-            if backend == "cuda" and args.twin:
-                found += launches(work)
+            nvidia = backend == "cuda"
+            found = launches(work, nvidia, nvidia)
+            if nvidia and args.twin:
+                found += launches(work, nvidia)
             unfolded = [arguments["to"] for kernel, arguments, _ in found if kernel.__name__ == "unfold"]
             together = 0.0
             for kernel, arguments, options in found:
@@ -278,7 +285,7 @@ def main() -> None:
                 row = {"target": target, "kernel": kernel.__name__, "in": "Gluon" if kernel.is_gluon() else "Triton",
                        "for": what, "warps": compiled.metadata.num_warps, "shared bytes": compiled.metadata.shared,
                        } | resources(compiled)  # fmt: skip
-                count = a_number(kernel, arguments, queries, unfolded, compiled) if backend == "cuda" else None
+                count = a_number(kernel, arguments, queries, unfolded, compiled) if nvidia else None
                 if count is not None:
                     row["a number"], together = round(count, 1), together + count
                 if row not in rows:

@@ -470,12 +470,14 @@ def model(name: str, context: int = 16_384, batch: int = 4, new: int = 128) -> I
 def report() -> Iterator[Row]:
     """Of the kernels that ran so far in this process, the most of each."""
     from kvfold.kernels.gluon import attend as whole_numbers
+    from kvfold.kernels.triton import append as appending
     from kvfold.kernels.triton import attend as attending
     from kvfold.kernels.triton import fold as folding
     from kvfold.kernels.triton import unfold as unfolding
 
     kernels = (whole_numbers.attend_pages, attending.attend_pages, unfolding.unfold, attending.attend_dense,
-               attending.combine, folding._fold_rotated, folding._fold_channelwise, folding._pack)  # fmt: skip
+               attending.combine, appending._append, folding._fold_token, folding._fold_rotated,
+               folding._fold_channelwise, folding._pack)  # fmt: skip
     for kernel in kernels:
         variants = [variant for cached in kernel.device_caches.values() for variant in cached[0].values()]
         if variants:

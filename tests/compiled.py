@@ -38,7 +38,14 @@ def tensor_cores() -> Iterator[list[str]]:
         assert compiler.stdout
 
         def run(
-            kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, num_stages: int, **named: Any
+            kernel: Any,
+            *args: Any,
+            grid: Any,
+            warmup: bool,
+            num_warps: int,
+            num_stages: int,
+            maxnreg: int,
+            **named: Any,
         ) -> None:
             given = dict(zip(kernel.arg_names, args, strict=False)) | named
             request = pickle.dumps((*_described(kernel, given), num_warps))

@@ -18,7 +18,7 @@ from test_paged import Engine, _tokens
 from torch import Tensor
 
 from kvfold.attention import BACKENDS, attend, triton
-from kvfold.attention.triton import unfolded
+from kvfold.attention.triton import launch, unfolded
 from kvfold.attention.triton.target import SWITCH, tensor_cores
 from kvfold.cache import rows
 from kvfold.cache.config import LayerConfig
@@ -147,6 +147,15 @@ def test_prompts_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     mask[0, 2, 7] = False  # who may see nothing
     for some in (mask, mask[:, :1], mask[:1, :, :1]):
         _check("centred-4", 300, (40,), batch=2, repeat=2, attention={"mask": some})
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_programs_of_many_rows(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 128 rows of a program have room, the last of which are not all there; and the same with fewer each."""
+    for wide in (True, False):
+        monkeypatch.setattr(launch, "has_wide_programs", asked := Mock(return_value=wide))
+        _check("turboquant-4", 200, (40,), torch.bfloat16, repeat=4, dim=dim)
+        assert asked.called == (dim == 128)
 
 
 @pytest.mark.parametrize(("name", "per_block"), [("kvfold-4", 2), ("turboquant-3+qjl", 1)])
@@ -307,7 +316,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         "_append", "_fold_token",
     }  # fmt: skip
     ours = [row for row in rows if row["for"].startswith("kvfold-4, D128, 4 heads") and row["kernel"] != "together"]
-    assert all(not row["spilled"] and row["shared bytes"] <= 2**15 for row in ours)
+    assert all(not row["spilled"] and row["shared bytes"] <= 2**16 for row in ours)
     for tokens, kernels in ((1, {"attend_pages"}), (64, {"unfold"})):  # which read codes
         ran = {row["kernel"] for row in ours if row["for"].endswith(f"× {tokens}")}
         assert ran == kernels | {"attend_dense", "combine"}

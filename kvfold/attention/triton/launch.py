@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvfold.attention.triton.sides import Side
 from kvfold.attention.triton.spans import Dense, Sequences, block_of
+from kvfold.attention.triton.target import has_wide_programs
 from kvfold.attention.triton.unfolded import are_unfolded, unfolded
 from kvfold.quant.packing import TILE
 
@@ -21,6 +22,9 @@ ROWS_OF_B = 8
 """Columns of a tensor core's right factor: the rows that a product of whole numbers takes at once."""
 MOST_WARPS = 4
 """Each has at least one of the four tiles of tokens of a block."""
+WIDE = 128
+"""Rows of a program with 8 warps, for unfolded pages of as many channels at most. Each warp then has rows of its own,
+so that none waits for another's maxima, and all share what is read."""
 MULTIPROCESSORS_OF_A_CPU = 2
 """The number assumed for the interpreter, so that contexts are split there too."""
 
@@ -43,7 +47,7 @@ def launch(
     """
     from triton import next_power_of_2
 
-    from kvfold.kernels.triton import attend
+    from kvfold.kernels.triton import all_registers, attend
 
     tokens, heads, key_dim = query.shape
     sequences, repeat, rows = len(of.first), heads // kv_heads, tokens * heads
@@ -51,8 +55,10 @@ def launch(
     widest = next_power_of_2(max(key_dim, value_dim, rotated_query.shape[2] if unfolds else 0, code_dim))
     some = max((4096 if exact else 8192) // widest, TILE)
     block_rows = min(max(next_power_of_2(repeat * of.most), TILE), some, 64)
-    row_blocks = -(-repeat * of.most // block_rows)
     warps = 8 if exact and block_rows > TILE else 4  # by benchmarks/compile_kernels.py
+    if unfolds and not exact and widest <= WIDE and repeat * of.most >= WIDE and has_wide_programs(query.device):
+        block_rows, warps = WIDE, 8
+    row_blocks = -(-repeat * of.most // block_rows)
     whole = None if sides is None or unfolds else _in_whole_numbers(*sides, repeat * of.most)
     page_rows, page_warps = whole or (block_rows, warps)
     page_blocks = -(-repeat * of.most // page_rows)
@@ -91,7 +97,7 @@ def launch(
             skipped=of.skipped, position=position, **mask, **keys.arguments("k_", without),
             **values.arguments("v_", (*without, "plain")),
             TOKENS=tokens, KEYS=keys.numbers, VALUES=values.numbers,
-            **common | {"ROWS": page_rows, "num_warps": page_warps},
+            **common | {"ROWS": page_rows, "num_warps": page_warps}, **all_registers(query.device),
         )  # fmt: skip
     elif sides is not None:
         keys, values = sides

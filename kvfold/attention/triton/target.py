@@ -21,6 +21,11 @@ def tensor_cores(device: torch.device) -> bool:
     return os.environ.get(SWITCH) != "0" and os.environ.get("TRITON_INTERPRET", "0") == "0" and _compiles()
 
 
+def has_wide_programs(device: torch.device) -> bool:
+    """Whether a program may have more than 32 KiB of shared memory, as NVIDIA's have; in the interpreter, too."""
+    return device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None)
+
+
 @cache
 def _compiles() -> bool:
     """Whether the kernels can be imported; the log says so if not, as those in Triton are slower."""

@@ -27,3 +27,14 @@ def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
             return launch(*args, **kwargs)
 
     return launched
+
+
+def all_registers(device: torch.device) -> dict[str, int]:
+    """The option by which a thread may have as many registers as there are.
+
+    NVIDIA's assembler otherwise keeps to fewer, and some numbers in memory, so that more programs would fit. Other
+    compilers do not know the option; the interpreter passes over it.
+    """
+    if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
+        return {"maxnreg": 255}
+    return {}

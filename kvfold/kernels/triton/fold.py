@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.kernels.arguments import check_channelwise, check_dim, heads_of, order_of_heads
 from kvfold.kernels.places import Places
-from kvfold.kernels.triton import on_its_device
+from kvfold.kernels.triton import all_registers, on_its_device
 from kvfold.kernels.triton.codes import store_codes
 from kvfold.quant.packing import TILE, Lanes, code_bytes, padded
 from kvfold.quant.rotated import RotatedCode
@@ -229,7 +229,7 @@ def fold_rotated_into(x: Tensor, how: RotatedCode, lanes: Lanes, page_size: int,
             code, scale, centre, by_code, by_scale, by_centre, slot, tokens, pages, flat.shape[1], *flat.stride()[:3],
             IN=matrix.shape[1], DIM=dim, BITS=how.bits, RULE=how.rule, CENTRED=how.centred, CHANNELS=channels,
             BLOCK=min(page_size & -page_size, max(4096 // channels, TILE), 64), STEP=TILE,
-            **_compiled_for(bits, lanes, page_size),
+            **_compiled_for(bits, lanes, page_size), **all_registers(x.device),
         )  # fmt: skip
 
 
