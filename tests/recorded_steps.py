@@ -21,8 +21,12 @@ WAITS = ("_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "is_
 class RecordedLaunches:
     """A `kvfold.integrations.transformers.graphs.Recorder` for tensors on a CPU and kernels in Triton's interpreter."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.launches: list[Callable[[], None]] = []
+
+    def rehearse(self, function: Callable[[], Any]) -> Any:
+        with _Operators([], []):
+            return function()
 
     def record(self, function: Callable[[], Any]) -> Any:
         own = GridExecutor.__call__
@@ -46,6 +50,7 @@ class RecordedLaunches:
             x.fill_(torch.nan if x.is_floating_point() else 1)
         return out
 
+    @torch.no_grad()
     def replay(self) -> None:
         for launch in self.launches:
             launch()

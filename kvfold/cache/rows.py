@@ -56,7 +56,7 @@ class FoldedRows(HeldRows):
         if not checks_tokens(key):
             self.check_finite()
         if self._joined(key, value, dtypes):
-            self._become(length=self.length + key.shape[2])
+            self._become(length=self.length + key.shape[2], dtypes=dtypes)
             return self.dense_span()
         key, value = (x.to(dtype) for x, dtype in zip((key, value), dtypes, strict=True))
         if len(self.stores) == 1:
@@ -83,11 +83,14 @@ class FoldedRows(HeldRows):
         return unread
 
     def only_joins(self, n: int, newest: int | None = None) -> bool:
-        """Whether `n` new tokens only extend what is held (`Schedule.only_joins`)."""
-        if self.schedule.by_token:
-            if n > 1 or self.token_folder() is None:
-                return False
-        elif self.dense.tail is None:
+        """Whether `n` new tokens only extend what is held (`Schedule.only_joins`), and a kernel can do that."""
+        if self.schedule.by_token and self.token_folder() is None:
+            return False
+        return self._extends(n, newest)
+
+    def _extends(self, n: int, newest: int | None = None) -> bool:
+        """Whether `n` new tokens do no more than extend what is held."""
+        if not self.schedule.by_token and self.dense.tail is None:
             return False
         held = self.length, self.evicted, self.keys.count, self.dense.tail_start
         return self.schedule.only_joins(n, *held, self.formats.awaits_fit, newest)
@@ -125,24 +128,23 @@ class FoldedRows(HeldRows):
     def fold_ahead(self) -> bool:
         """Fold now what would fold when the next single token comes, and return whether that token then only joins.
 
-        What its query reads is the same. Raises ValueError as `append`.
+        What its query reads is the same. False, too, while formats await queries. Raises ValueError as `append`.
         """
-        if self.only_joins(1):
-            return True
-        if self.awaits_queries or not (self.schedule.by_token or self.dense.tail):
+        if self.awaits_queries:
             return False
+        if self._extends(1):
+            return True
         self.check_finite()
+        tail, length = self.tail_span(), self.length + 1
         if self.schedule.by_token:
             if self.keys.storage is not None and not (self.length - self.window.sinks) % self.page_size:
                 self._become(stores=tuple(store.with_empty_page() for store in self.stores))
-        else:
-            tail, length = self.tail_span(), self.length + 1
-            assert tail is not None
+        elif tail is not None:
             stores = self._with_ripe_pages(tail, self.formats, self._fold, length)
             tail_start = self.schedule.tail_start(length, self.evicted, stores[0].count, 1)
             dense = self.dense.with_tail(tail, 0, max(tail_start, self.dense.tail_start))
             self._become(stores=stores, dense=dense)
-        return self.only_joins(1)
+        return self._extends(1)
 
     def empty_next(self) -> None:
         """Empty the slot of the next token, in place, if tokens fold by themselves; fold_ahead says that it has one."""

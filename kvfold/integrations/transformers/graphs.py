@@ -5,6 +5,7 @@ hold: how long these are is a number on the GPU (`kvfold.attention.triton.step`)
 pass are recorded once, and replayed for the tokens that follow. Pages fold between two replays.
 """
 
+import gc
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -32,15 +33,25 @@ logger = logging.getLogger("kvfold")
 PAGES = 16
 """Pages that a graph has room for beyond those held when it is recorded, or …"""
 SHARE = 32
-"""… as many as fill 1/32 of them, if that is more. Then another graph is recorded, which takes about three steps."""
+"""… as many as fill 1/32 of them, if that is more. Then another graph is recorded, which takes about six steps."""
+TRIES = 4
+"""How often a cache's steps are begun without that one is recorded."""
+CHANGING = "the cache's rows, the weights or the inputs change from step to step"
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""The relative error by which a replay may differ from the same step without a graph, as other algorithms may run; …"""
 TOLERANCE = 1e-2
-"""The relative error by which a replay may differ from the same step without a graph, for other algorithms."""
+"""… that of other dtypes, of 16 bits."""
+AGREED = 2
+"""Replays that must agree, the first at the length that was recorded, and the next at another."""
 
 Forward = Callable[..., Any]
 
 
 class Recorder(Protocol):
     """Records what a function launches, and replays it."""
+
+    def rehearse(self, function: Callable[[], Any]) -> Any:
+        """Call `function` as usual; raise RuntimeError if it does what cannot be recorded, such as to wait."""
 
     def record(self, function: Callable[[], Any]) -> Any:
         """Call `function`, which only then is recorded, and return what it returns: tensors without numbers yet."""
@@ -52,18 +63,37 @@ class Recorder(Protocol):
 class CudaGraph:
     """A `Recorder` by CUDA, or HIP."""
 
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._graph = torch.cuda.CUDAGraph()
+
+    def rehearse(self, function: Callable[[], Any]) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return function()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def record(self, function: Callable[[], Any]) -> Any:
-        with torch.cuda.graph(self._graph):
-            return function()
+        # Unlike `torch.cuda.graph`, this leaves the stream even if the recording broke.
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                self._graph.capture_begin()
+                try:
+                    return function()
+                finally:
+                    self._graph.capture_end()
 
     def replay(self) -> None:
         self._graph.replay()
 
 
-RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaGraph}
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
 """By the type of a model's device."""
 
 
@@ -72,6 +102,9 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._steps: WeakKeyDictionary[FoldedCache, _Steps] = WeakKeyDictionary()
+        # Steps that were begun since the last replay, and tokens that came since rows last took steps.
+        self._begun: WeakKeyDictionary[FoldedCache, int] = WeakKeyDictionary()
+        self._unready: WeakKeyDictionary[FoldedCache, int] = WeakKeyDictionary()
         self._logged: set[str] = set()
         self._refused = False  # whether this model's steps turned out to be no graphs
 
@@ -80,28 +113,36 @@ class StepGraphs:
 
     def run(self, module: nn.Module, forward: Forward, cache: FoldedCache, given: dict[str, Any]) -> Any:
         """`forward(**given)`, a pass over `cache` that has begun, by a graph if it can be."""
-        inputs = None if self._refused else _Inputs.of(module, given)
-        if inputs is None:  # more than a token
+        if self._refused:
             return forward(**given)
-        if inputs.why_not is not None:
-            return self._without(inputs.why_not, forward, given)
         layers = [layer.folded for layer in cache.layers] if cache.fits_graphs else []
         rows = [layer.groups[0].rows for layer in layers if layer.takes_steps]
-        ready = len(rows) == len(layers) and all(own.fold_ahead() for own in rows)
-        steps = self._steps.get(cache)
+        steps, inputs = self._steps.get(cache), _Inputs.of(module, given)
+        if inputs is None:  # more than a token
+            if steps is not None and not steps.reads(rows):
+                del self._steps[cache]  # the prompt may need its memory
+            return forward(**given)
+        why = inputs.why_not
+        ready = why is None and len(rows) == len(layers) and all(own.fold_ahead() for own in rows)
         if steps is None or not ready or not steps.fits(module, inputs, rows):
-            why = _why_not(module, cache, layers)
+            if steps is not None and not steps.reads(rows):
+                del self._steps[cache]
+            why = why or _why_not(module, cache, layers)
             if why is not None:
                 return self._without(why, forward, given)
             if not ready:  # the first tokens, the next one after a change, or one that completes a page that folds
-                return forward(**given)
-            self._steps.pop(cache, None)  # its memory is free for the next
+                self._unready[cache] = 0 if len(rows) == len(layers) else self._unready.get(cache, 0) + 1
+                return self._without(CHANGING, forward, given) if self._unready[cache] > TRIES else forward(**given)
+            self._begun[cache] = self._begun.get(cache, 0) + 1
+            if self._begun[cache] > TRIES:
+                return self._without(CHANGING, forward, given)
+            self._steps.pop(cache, None)
             steps = self._steps[cache] = _Steps(module, inputs, rows)
         steps.hold_still(cache, rows)
         try:
-            return steps.take(forward, inputs, cache, layers, rows)
+            out = steps.take(forward, inputs, cache, given, layers, rows)
         except NotRecorded as error:
-            del self._steps[cache]
+            self._steps.clear()
             self._refused = True
             self._log(f"decoding goes on without CUDA graphs: {error}")
             if error.output is not None:
@@ -109,6 +150,9 @@ class StepGraphs:
             cache.passes.roll_back()
             cache.passes.begin()
             return forward(**given)
+        if steps.is_recorded:
+            self._begun.pop(cache, None)
+        return out
 
     def _without(self, why: str, forward: Forward, given: dict[str, Any]) -> Any:
         self._log(f"this step runs without a CUDA graph: {why}")
@@ -144,9 +188,11 @@ class _Inputs:
         token = given.get("inputs_embeds") if token is None else token
         if not isinstance(token, Tensor) or token.ndim < 2 or token.shape[1] != 1:
             return None
-        past = cache_name(type(module).forward)
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and name != "attention_mask"}
-        others = {name: x for name, x in given.items() if name not in tensors and name not in (past, "attention_mask")}
+        beside = (cache_name(type(module).forward), "attention_mask")
+        tensors = {name: x.detach() for name, x in given.items() if isinstance(x, Tensor) and name not in beside}
+        others = {name: x for name, x in given.items() if name not in tensors and name not in beside}
+        if others.get("position_ids", 0) is None:
+            del others["position_ids"]
         mask, why = given.get("attention_mask"), None
         if isinstance(mask, Tensor) and mask.ndim == 2:
             why = None if bool(mask.all()) else "attention_mask hides tokens"
@@ -166,13 +212,6 @@ class _Inputs:
         casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         return cls(tensors, others, casts, why)
 
-    def is_like(self, other: "_Inputs") -> bool:
-        """Whether one graph serves both."""
-        if self.tensors.keys() != other.tensors.keys() or self.others != other.others or self.casts != other.casts:
-            return False
-        pairs = ((x, other.tensors[name]) for name, x in self.tensors.items())
-        return all(x.shape == y.shape and x.dtype == y.dtype and x.device == y.device for x, y in pairs)
-
     def with_positions(self, columns: int) -> dict[str, Tensor]:
         """The tensors, positions among them; `columns` came before the token."""
         if "position_ids" in self.tensors:
@@ -181,13 +220,31 @@ class _Inputs:
         positions = torch.full(token.shape[:2], columns, dtype=torch.int64, device=token.device)
         return self.tensors | {"position_ids": positions}
 
+    def kind(self) -> "_Kind":
+        """What one graph serves."""
+        return _Kind({name: (x.shape, x.dtype, x.device) for name, x in self.tensors.items()}, self.others, self.casts)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Inputs that one graph serves."""
+
+    tensors: dict[str, tuple[torch.Size, torch.dtype, torch.device]]
+    others: dict[str, Any]
+    casts: tuple[bool, torch.dtype]
+
 
 class _Steps:
-    """The steps of one cache: the first is taken as it is, the second recorded, and replayed as those after it."""
+    """The steps of one cache.
+
+    The first warms up, the next is rehearsed and then recorded, and later ones are replayed. Until two replays have
+    said the same, each is followed by the step without a graph, whose answer counts.
+    """
 
     @in_no_mode
     def __init__(self, module: nn.Module, inputs: _Inputs, rows: Sequence[FoldedRows]) -> None:
-        self._module, self._like, self._weights = module, inputs, _weights(module)
+        self._module, self._kind, self._weights = module, inputs.kind(), _weights(module)
+        self._is_training = module.training
         count = max(own.keys.count for own in rows)
         self._room = count + max(PAGES, count // SHARE)
         self._tails = [_tail_of(own) for own in rows]
@@ -195,13 +252,25 @@ class _Steps:
         width = -(-max(len(told_of_next(own).numbers) for own in rows) // ALIGNED) * ALIGNED
         self._numbers = torch.zeros(len(rows), width, dtype=torch.int32, device=_device_of(module))
         self._inputs: dict[str, Tensor] = {}
-        self._recorder: Recorder | None = None
+        self._recorder = RECORDERS[self._numbers.device.type](self._numbers.device)
         self._output: tuple[list[Any], TreeSpec] | None = None
-        self._is_warm = self._is_checked = False
+        self._taken = self._agreed = 0  # steps, and replays that agreed with one
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a graph."""
+        return self._output is not None
+
+    def reads(self, rows: Sequence[FoldedRows]) -> bool:
+        """Whether rows are still where a graph reads them."""
+        found = _reads_of(rows)
+        return len(found) == len(self._reads) and all(map(is_, found, self._reads))
 
     def fits(self, module: nn.Module, inputs: _Inputs, rows: Sequence[FoldedRows]) -> bool:
         """Whether the next token goes on: to the same model, with the same weights, and into the same storage."""
-        if module is not self._module or not inputs.is_like(self._like) or not _same(_reads_of(rows), self._reads):
+        if module is not self._module or inputs.kind() != self._kind or not self.reads(rows):
+            return False
+        if module.training != self._is_training:
             return False
         return all(held.get(name) is x and _address(x) == at for held, name, x, at in self._weights)
 
@@ -217,45 +286,58 @@ class _Steps:
         self._reads = _reads_of(rows)
 
     def take(
-        self, forward: Forward, inputs: _Inputs, cache: FoldedCache, layers: Sequence[LayerCache],
-        rows: Sequence[FoldedRows],
+        self, forward: Forward, inputs: _Inputs, cache: FoldedCache, given: dict[str, Any],
+        layers: Sequence[LayerCache], rows: Sequence[FoldedRows],
     ) -> Any:  # fmt: skip
         """One step: append a token to all layers, and return what the model says."""
+        assert all(own.dense.tail is None or own.length < own.dense.room_left for own in rows)
         self._tell(inputs.with_positions(layers[0].columns), rows)
-        run = partial(self._run, forward, inputs.others, cache, rows)
-        if not self._is_warm:
-            self._is_warm = True
-            return run()
-        if self._recorder is None:
-            recorder = RECORDERS[self._numbers.device.type]()
+        as_given = partial(self._run, forward, given, inputs.casts, rows)
+        self._taken += 1
+        if self._taken == 1:
+            return as_given()
+        past = cache_name(type(self._module).forward)
+        assert past is not None
+        recorded = partial(self._run, forward, self._inputs | inputs.others | {past: cache}, inputs.casts, rows)
+        if self._output is None:
             try:
-                out = recorder.record(run)
+                self._recorder.rehearse(recorded)
+                self._take_back(layers, rows)
+                leaves, spec = tree_flatten(self._recorder.record(recorded))
             except (RuntimeError, NotRecorded) as error:
                 raise NotRecorded(f"a step cannot be recorded ({error})") from error
-            leaves, spec = tree_flatten(out)
+            odd = next((x for x in leaves if x is not cache and not isinstance(x, _LEAVES)), None)
+            if odd is not None:
+                raise NotRecorded(f"the model's output holds a {type(odd).__name__}")
             self._output = [_CACHE if x is cache else x for x in leaves], spec
-            self._recorder = recorder
-            recorder.replay()
-            return self._copied_output(cache)
+            self._take_back(layers, rows)
         self._recorder.replay()
         out = self._copied_output(cache)
-        if not self._is_checked:
-            return self._checked(out, run, rows)
+        if self._agreed < AGREED:
+            return self._checked(out, as_given, rows)
         for layer, own in zip(layers, rows, strict=True):
             own.length += 1
             layer.columns += 1
         return out
 
-    def _run(self, forward: Forward, others: dict[str, Any], cache: FoldedCache, rows: Sequence[FoldedRows]) -> Any:
+    def _take_back(self, layers: Sequence[LayerCache], rows: Sequence[FoldedRows]) -> None:
+        """Forget a step's token, for the same to come again."""
+        for layer, own in zip(layers, rows, strict=True):
+            own.length -= 1
+            layer.columns -= 1
+            own.empty_next()
+
+    def _run(
+        self, forward: Forward, given: dict[str, Any], casts: tuple[bool, torch.dtype], rows: Sequence[FoldedRows]
+    ) -> Any:
         """The model's forward pass, with steps in all layers."""
         steps = [GraphStep(own, numbers) for own, numbers in zip(rows, self._numbers, strict=True)]
         for own, step in zip(rows, steps, strict=True):
             own.step = step
         try:
-            past = cache_name(type(self._module).forward)
-            assert past is not None
-            with torch.no_grad():
-                out = forward(**self._inputs, **others, **{past: cache})
+            # Autocast's copies of weights would be freed, and a graph would go on reading them.
+            with torch.no_grad(), torch.autocast(self._numbers.device.type, casts[1], casts[0], cache_enabled=False):
+                out = forward(**given)
         finally:
             for own in rows:
                 own.step = None
@@ -263,28 +345,27 @@ class _Steps:
             raise NotRecorded("a layer's token went another way than its step", out)
         return out
 
-    def _checked(self, replayed: Any, run: Callable[[], Any], rows: Sequence[FoldedRows]) -> Any:
+    def _checked(self, replayed: Any, as_given: Callable[[], Any], rows: Sequence[FoldedRows]) -> Any:
         """What the model says without a graph; NotRecorded if a replay, which has just been, says something else.
 
-        A model may compute with a cache's length in ways that are not known here. The graph would repeat the length at
-        which it was recorded, so the first replay at another length shows it.
+        A model may compute with a cache's length in ways that are not known here, and have positions of its own. The
+        graph repeats the length at which it was recorded, so that a replay at another shows it.
         """
         for own in rows:
             own.empty_next()  # tokens that fold by themselves join what is there
-        out = run()
+        out = as_given()
         for one, other in zip(*(tree_flatten(x)[0] for x in (replayed, out)), strict=True):
-            if isinstance(one, Tensor) and one.is_floating_point():
-                error = (one.double() - other.double()).norm() / other.double().norm()
-                if not error <= TOLERANCE:
-                    raise NotRecorded(
-                        f"a replayed step differs by {error:.1e} from one without a graph, so this model must compute "
-                        "with the cache's length",
-                        out,
-                    )
-        self._is_checked = True
+            if isinstance(one, Tensor) and (error := _distance(one, other)) > TOLERANCES.get(one.dtype, TOLERANCE):
+                raise NotRecorded(
+                    f"a replayed step differs by {error:.1e} from one without a graph, so this model must compute "
+                    "with the cache's length, or have positions of its own",
+                    out,
+                )
+        self._agreed += 1
         return out
 
     @in_no_mode
+    @torch.no_grad()
     def _tell(self, inputs: Mapping[str, Tensor], rows: Sequence[FoldedRows]) -> None:
         """Put the inputs, and how long rows will be with the token, where the graph reads them."""
         for name, x in inputs.items():
@@ -310,8 +391,21 @@ class _Steps:
         return tree_unflatten(copied, spec)
 
 
+_LEAVES = (Tensor, type(None), bool, int, float, str)
+"""What an output may hold beside the cache."""
 _CACHE = object()
 """In an output that is kept, in the place of the cache, which it would keep alive."""
+
+
+def _holds_tensors(x: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(x)[0])
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Relative distance of two tensors of one shape; where they are equal they may be infinite."""
+    apart = torch.where(one == other, 0.0, one.double() - other.double()).norm()
+    finite = torch.where(other.isfinite(), other.double(), 0.0)
+    return float((apart / finite.norm().clamp_min(1e-30)).nan_to_num(torch.inf))
 
 
 def _why_not(module: nn.Module, cache: FoldedCache, layers: Sequence[LayerCache]) -> str | None:
@@ -327,6 +421,9 @@ def _why_not(module: nn.Module, cache: FoldedCache, layers: Sequence[LayerCache]
     if any(len(layer.groups) > 1 or group.padding for layer in layers for group in layer.groups):
         return "the batch is padded"
     device = _device_of(module)
+    elsewhere = next((x.device for x in module.parameters() if x.device != device), None)
+    if elsewhere is not None:
+        return f"the model is on {device} and on {elsewhere}"
     if device.type not in RECORDERS:
         return f"the model is on {device}, and graphs are recorded on {' and '.join(RECORDERS)}"
     query = torch.empty(0, dtype=next(module.parameters()).dtype, device=device)
@@ -349,10 +446,6 @@ def _reads_of(rows: Sequence[FoldedRows]) -> list[Any]:
         found += [own.formats, *(own.dense.sinks or ())]
         found += [part for pages in own.pages() if pages is not None for _, part in pages.tensors()]
     return found
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _weights(module: nn.Module) -> list[tuple[dict[str, Any], str, Any, int]]:
