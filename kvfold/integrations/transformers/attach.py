@@ -154,7 +154,7 @@ class Attachment:
         """A pass over a folded cache that has begun."""
         if self.graphs is None or is_dynamo_compiling():
             return forward(*args, **kwargs)
-        given = inspect.signature(forward).bind_partial(*args).arguments | kwargs
+        given = inspect.signature(forward).bind_partial(*args).arguments | kwargs if args else kwargs
         return self.graphs.run(module, forward, cache, given)
 
     @contextmanager

@@ -117,16 +117,15 @@ class StepGraphs:
             return forward(**given)
         layers = [layer.folded for layer in cache.layers] if cache.fits_graphs else []
         rows = [layer.groups[0].rows for layer in layers if layer.takes_steps]
-        steps, inputs = self._steps.get(cache), _Inputs.of(module, given)
+        if cache in self._steps and not self._steps[cache].reads(rows):
+            del self._steps[cache]  # a prompt may need its memory
+        inputs = _Inputs.of(module, given)
         if inputs is None:  # more than a token
-            if steps is not None and not steps.reads(rows):
-                del self._steps[cache]  # the prompt may need its memory
             return forward(**given)
         why = inputs.why_not
         ready = why is None and len(rows) == len(layers) and all(own.fold_ahead() for own in rows)
+        steps = self._steps.get(cache)
         if steps is None or not ready or not steps.fits(module, inputs, rows):
-            if steps is not None and not steps.reads(rows):
-                del self._steps[cache]
             why = why or _why_not(module, cache, layers)
             if why is not None:
                 return self._without(why, forward, given)
@@ -136,6 +135,7 @@ class StepGraphs:
             self._begun[cache] = self._begun.get(cache, 0) + 1
             if self._begun[cache] > TRIES:
                 return self._without(CHANGING, forward, given)
+            del steps  # its memory is free for the next
             self._steps.pop(cache, None)
             steps = self._steps[cache] = _Steps(module, inputs, rows)
         steps.hold_still(cache, rows)
