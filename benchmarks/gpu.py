@@ -262,9 +262,9 @@ def graph_error(name: str) -> tuple[float, bool]:
     import transformers
 
     import kvfold
-    from kvfold.integrations.transformers import graphs
+    from kvfold.integrations.transformers import recorder
 
-    class Counting(graphs.CudaGraph):
+    class Counting(recorder.CudaGraph):
         replays = 0
 
         def replay(self) -> None:
@@ -279,7 +279,7 @@ def graph_error(name: str) -> tuple[float, bool]:
     llama = transformers.LlamaForCausalLM(config).eval().to(DEVICE, torch.bfloat16)
     ids, outs = torch.randint(0, 1_000, (2, 600), device=DEVICE), []
     cache = kvfold.FoldedCache(config, name)
-    with torch.no_grad(), patch.dict(graphs.RECORDERS, {DEVICE.type: Counting}):
+    with torch.no_grad(), patch.dict(recorder.RECORDERS, {DEVICE.type: Counting}):
         for replayed in (True, False):
             kvfold.attach(llama, cuda_graphs=replayed)
             if replayed:

@@ -19,7 +19,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "is_
 
 
 class RecordedLaunches:
-    """A `kvfold.integrations.transformers.graphs.Recorder` for tensors on a CPU and kernels in Triton's interpreter."""
+    """A `Recorder` (kvfold.integrations.transformers.recorder) for a CPU's memory and Triton's interpreter."""
 
     def __init__(self, device: torch.device) -> None:
         self.launches: list[Callable[[], None]] = []

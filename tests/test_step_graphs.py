@@ -19,7 +19,7 @@ from recorded_steps import RecordedLaunches
 
 from kvfold.attention.triton import launch
 from kvfold.cache.rows import FoldedRows
-from kvfold.integrations.transformers import graphs
+from kvfold.integrations.transformers import graphs, recorder
 from kvfold.integrations.transformers.calls import cache_name
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ NAME = cache_name(transformers.LlamaForCausalLM.forward) or ""
 IDS = torch.randint(0, 64, (2, 400), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
-class Counted(RecordedLaunches if DEVICE == "cpu" else graphs.CudaGraph):  # type: ignore[misc]
+class Counted(RecordedLaunches if DEVICE == "cpu" else recorder.CudaGraph):  # type: ignore[misc]
     """A recorder that counts."""
 
     made: ClassVar[list["Counted"]] = []
@@ -48,7 +48,7 @@ class Counted(RecordedLaunches if DEVICE == "cpu" else graphs.CudaGraph):  # typ
 
 @pytest.fixture(autouse=True)
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(graphs.RECORDERS, DEVICE, Counted)
+    monkeypatch.setitem(recorder.RECORDERS, DEVICE, Counted)
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "WARPS", 4)  # fewer parts, which the interpreter takes one by one
     Counted.made.clear()

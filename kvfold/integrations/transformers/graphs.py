@@ -5,14 +5,11 @@ hold: how long these are is a number on the GPU (`kvfold.attention.triton.step`)
 pass are recorded once, and replayed for the tokens that follow. Pages fold between two replays.
 """
 
-import gc
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +23,8 @@ from kvfold.cache.rows import FoldedRows
 from kvfold.cache.tail import Sides, tail_capacity
 from kvfold.integrations.transformers.cache import FoldedCache
 from kvfold.integrations.transformers.calls import cache_name
+from kvfold.integrations.transformers.recorder import RECORDERS
+from kvfold.integrations.transformers.step_inputs import StepInputs
 from kvfold.kernels.modes import in_no_mode
 
 logger = logging.getLogger("kvfold")
@@ -45,56 +44,6 @@ AGREED = 2
 """Replays that must agree, the first at the length that was recorded, and the next at another."""
 
 Forward = Callable[..., Any]
-
-
-class Recorder(Protocol):
-    """Records what a function launches, and replays it."""
-
-    def rehearse(self, function: Callable[[], Any]) -> Any:
-        """Call `function` as usual; raise RuntimeError if it does what cannot be recorded, such as to wait."""
-
-    def record(self, function: Callable[[], Any]) -> Any:
-        """Call `function`, which only then is recorded, and return what it returns: tensors without numbers yet."""
-
-    def replay(self) -> None:
-        """Launch it all again, over the same memory."""
-
-
-class CudaGraph:
-    """A `Recorder` by CUDA, or HIP."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._graph = torch.cuda.CUDAGraph()
-
-    def rehearse(self, function: Callable[[], Any]) -> Any:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return function()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    def record(self, function: Callable[[], Any]) -> Any:
-        # Unlike `torch.cuda.graph`, this leaves the stream even if the recording broke.
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                self._graph.capture_begin()
-                try:
-                    return function()
-                finally:
-                    self._graph.capture_end()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
-"""By the type of a model's device."""
 
 
 class StepGraphs:
@@ -119,7 +68,7 @@ class StepGraphs:
         rows = [layer.groups[0].rows for layer in layers if layer.takes_steps]
         if cache in self._steps and not self._steps[cache].reads(rows):
             del self._steps[cache]  # a prompt may need its memory
-        inputs = _Inputs.of(module, given)
+        inputs = StepInputs.of(module, given)
         if inputs is None:  # more than a token
             return forward(**given)
         why = inputs.why_not
@@ -172,68 +121,6 @@ class NotRecorded(Exception):
         self.output = output
 
 
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """What a forward pass of one token is given: tensors that a graph reads, and what stays the same in it."""
-
-    tensors: dict[str, Tensor]
-    others: dict[str, Any]
-    casts: tuple[bool, torch.dtype]  # whether autocast is on, and to what
-    why_not: str | None
-
-    @classmethod
-    def of(cls, module: nn.Module, given: Mapping[str, Any]) -> "_Inputs | None":
-        """None if it is more than one token."""
-        token = given.get("input_ids")
-        token = given.get("inputs_embeds") if token is None else token
-        if not isinstance(token, Tensor) or token.ndim < 2 or token.shape[1] != 1:
-            return None
-        beside = (cache_name(type(module).forward), "attention_mask")
-        tensors = {name: x.detach() for name, x in given.items() if isinstance(x, Tensor) and name not in beside}
-        others = {name: x for name, x in given.items() if name not in tensors and name not in beside}
-        if others.get("position_ids", 0) is None:
-            del others["position_ids"]
-        mask, why = given.get("attention_mask"), None
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            why = None if bool(mask.all()) else "attention_mask hides tokens"
-        elif mask is not None:
-            why = "attention_mask is no mask of columns, (batch, columns)"
-        elsewhere = next((name for name, x in tensors.items() if x.device != token.device), None)
-        held = next(
-            (name for name, x in others.items() if any(isinstance(y, Tensor) for y in tree_flatten(x)[0])), None
-        )
-        if "position_ids" not in _parameters(type(module).forward):
-            why = "the model's forward takes no position_ids, so a graph would repeat the first token's"
-        elif elsewhere is not None:
-            why = f"{elsewhere} is on another device than the token"
-        elif held is not None:
-            why = f"{held} holds tensors"
-        device = token.device.type
-        casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return cls(tensors, others, casts, why)
-
-    def with_positions(self, columns: int) -> dict[str, Tensor]:
-        """The tensors, positions among them; `columns` came before the token."""
-        if "position_ids" in self.tensors:
-            return self.tensors
-        token = self.tensors["input_ids" if "input_ids" in self.tensors else "inputs_embeds"]
-        positions = torch.full(token.shape[:2], columns, dtype=torch.int64, device=token.device)
-        return self.tensors | {"position_ids": positions}
-
-    def kind(self) -> "_Kind":
-        """What one graph serves."""
-        return _Kind({name: (x.shape, x.dtype, x.device) for name, x in self.tensors.items()}, self.others, self.casts)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Inputs that one graph serves."""
-
-    tensors: dict[str, tuple[torch.Size, torch.dtype, torch.device]]
-    others: dict[str, Any]
-    casts: tuple[bool, torch.dtype]
-
-
 class _Steps:
     """The steps of one cache.
 
@@ -242,7 +129,7 @@ class _Steps:
     """
 
     @in_no_mode
-    def __init__(self, module: nn.Module, inputs: _Inputs, rows: Sequence[FoldedRows]) -> None:
+    def __init__(self, module: nn.Module, inputs: StepInputs, rows: Sequence[FoldedRows]) -> None:
         self._module, self._kind, self._weights = module, inputs.kind(), _weights(module)
         self._is_training = module.training
         count = max(own.keys.count for own in rows)
@@ -266,7 +153,7 @@ class _Steps:
         found = _reads_of(rows)
         return len(found) == len(self._reads) and all(map(is_, found, self._reads))
 
-    def fits(self, module: nn.Module, inputs: _Inputs, rows: Sequence[FoldedRows]) -> bool:
+    def fits(self, module: nn.Module, inputs: StepInputs, rows: Sequence[FoldedRows]) -> bool:
         """Whether the next token goes on: to the same model, with the same weights, and into the same storage."""
         if module is not self._module or inputs.kind() != self._kind or not self.reads(rows):
             return False
@@ -286,7 +173,7 @@ class _Steps:
         self._reads = _reads_of(rows)
 
     def take(
-        self, forward: Forward, inputs: _Inputs, cache: FoldedCache, given: dict[str, Any],
+        self, forward: Forward, inputs: StepInputs, cache: FoldedCache, given: dict[str, Any],
         layers: Sequence[LayerCache], rows: Sequence[FoldedRows],
     ) -> Any:  # fmt: skip
         """One step: append a token to all layers, and return what the model says."""
@@ -397,10 +284,6 @@ _CACHE = object()
 """In an output that is kept, in the place of the cache, which it would keep alive."""
 
 
-def _holds_tensors(x: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(x)[0])
-
-
 def _distance(one: Tensor, other: Tensor) -> float:
     """Relative distance of two tensors of one shape; where they are equal they may be infinite."""
     apart = torch.where(one == other, 0.0, one.double() - other.double()).norm()
@@ -460,8 +343,3 @@ def _address(x: Any) -> int:
 
 def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
-
-
-@cache
-def _parameters(forward: Forward) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)
