@@ -59,8 +59,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
 
 
-def launches(work: Callable[[], object], nvidia: bool, tensor_cores: bool = False) -> list[Launch]:
-    """Kernels that `work` launches, with arguments and options; none of them runs."""
+def launches(work: Callable[[], object], target: GPUTarget, tensor_cores: bool = False) -> list[Launch]:
+    """Kernels that `work` launches on a target, with arguments and options; none of them runs."""
+    wide = target.backend == "cuda" and target.arch < 90
     found: list[Launch] = []
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -70,7 +71,7 @@ def launches(work: Callable[[], object], nvidia: bool, tensor_cores: bool = Fals
     with (
         patch.object(JITFunction, "run", run),
         patch.object(sides, "tensor_cores", lambda device: tensor_cores),
-        patch.object(launch, "has_wide_programs", lambda device: nvidia),
+        patch.object(launch, "has_wide_programs", lambda device: wide),
     ):
         work()
     return found
@@ -160,7 +161,7 @@ def a_number(
 
 def counted(work: Callable[[], object], target: GPUTarget, queries: int, tensor_cores: bool) -> float:
     """Instructions of `work` for a number of pages, of all kernels that read pages or what is unfolded from them."""
-    found, total = launches(work, target.backend == "cuda", tensor_cores), 0.0
+    found, total = launches(work, target, tensor_cores), 0.0
     unfolded = [arguments["to"] for kernel, arguments, _ in found if kernel.__name__ == "unfold"]
     for kernel, arguments, options in found:
         compiled = triton.compile(source(kernel, arguments), target=target, options=options)
@@ -273,11 +274,11 @@ def main() -> None:
     for target in args.targets.split(","):
         backend, _, arch = target.partition(":")
         gpu = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 32 if backend == "cuda" else 64)
+        nvidia = backend == "cuda"
         for what, queries, work in jobs:
-            nvidia = backend == "cuda"
-            found = launches(work, nvidia, nvidia)
+            found = launches(work, gpu, nvidia)
             if nvidia and args.twin:
-                found += launches(work, nvidia)
+                found += launches(work, gpu)
             unfolded = [arguments["to"] for kernel, arguments, _ in found if kernel.__name__ == "unfold"]
             together = 0.0
             for kernel, arguments, options in found:

@@ -84,6 +84,19 @@ def _steps(
         kvfold.detach(model)
 
 
+def _decode(model: transformers.PreTrainedModel, cache: kvfold.FoldedCache, count: int) -> Tensor:
+    """Logits of the next tokens, by a model that stays attached."""
+    if not hasattr(model, "_kvfold_attachment"):
+        kvfold.attach(model, "triton", cuda_graphs=True)
+    first = cache.get_seq_length()
+    return torch.cat([model(token, **{NAME: cache}).logits for token in IDS[:1, first : first + count].split(1, 1)])
+
+
+def _replays() -> list[int]:
+    """How often each graph was replayed, of those that were."""
+    return [each.replays for each in Counted.made if each.replays]
+
+
 def _check_held(cache: kvfold.FoldedCache, other: kvfold.FoldedCache) -> None:
     assert cache.get_seq_length() == other.get_seq_length()
     for own, same in zip(cache.layers, other.layers, strict=True):
@@ -109,29 +122,26 @@ def test_replays_are_steps(format: str, prompt: int, dtype: torch.dtype, batch: 
     other = copy.deepcopy(cache)
     found, expected = _steps(model, cache, 6, graphs=True), _steps(model, other, 6, graphs=False)
     assert cache.layers[0].folded.groups[0].rows.keys.count == pages + 1  # folded between two replays
-    assert [recorded.replays for recorded in Counted.made if recorded.replays] == [
-        5
-    ]  # attached anew, the first step warms up again
+    assert _replays() == [5]  # attached anew, the first step warms up again
     for one, same in zip(found, expected, strict=True):
         torch.testing.assert_close(one, same, rtol=0, atol=0)
     assert not torch.equal(found[0], found[1])
     _check_held(cache, other)
 
 
-def _check_right(model: transformers.PreTrainedModel, format: str, prompt: int, count: int) -> list[Counted]:
-    """Compare steps with those of a cache without graphs; return the graphs."""
+def _check_right(model: transformers.PreTrainedModel, format: str, prompt: int, count: int) -> None:
+    """Compare steps with those of a cache without graphs."""
     cache = _read(model, format, prompt)
     other = copy.deepcopy(cache)
     found, expected = _steps(model, cache, count, graphs=True), _steps(model, other, count, graphs=False)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
     _check_held(cache, other)
-    return list(Counted.made)
 
 
 def test_a_graph_ends_where_its_storage_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "PAGES", 1)
-    recorded = _check_right(_model(), "turboquant-4@16", 30, 22)
-    assert [each.replays for each in recorded] == [17, 3]  # room for 3 pages: tokens 32 to 48; each warms up with one
+    _check_right(_model(), "turboquant-4@16", 30, 22)
+    assert _replays() == [17, 3]  # room for 3 pages: tokens 32 to 48; each warms up with one
 
 
 def test_a_model_that_computes_with_a_length_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,12 +182,13 @@ def test_a_fit_waits_for_queries() -> None:
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
     _check_held(cache, other)
     assert cache.layers[0].folded.folded_as == other.layers[0].folded.folded_as
-    assert [each.replays for each in Counted.made] == [3]  # a token after the fit
+    assert _replays() == [3]  # a token after the fit
 
 
 def test_tokens_fold_by_themselves_on_devices_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FoldedRows, "token_folder", lambda rows: None)  # as on a GPU
-    assert [each.replays for each in _check_right(_model(), "turboquant-4@16", 28, 7)] == [6]
+    _check_right(_model(), "turboquant-4@16", 28, 7)
+    assert _replays() == [6]
 
 
 def test_a_saved_cache_goes_on(tmp_path: Path) -> None:
@@ -186,7 +197,7 @@ def test_a_saved_cache_goes_on(tmp_path: Path) -> None:
     cache, other = (kvfold.FoldedCache.load(tmp_path / "cache") for _ in range(2))
     found, expected = _steps(model, cache, 5, graphs=True), _steps(model, other, 5, graphs=False)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
-    assert [each.replays for each in Counted.made] == [3]
+    assert _replays() == [3]
 
 
 def test_arguments(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,16 +222,14 @@ def test_arguments(caplog: pytest.LogCaptureFixture) -> None:
         return torch.cat(outs)
 
     torch.testing.assert_close(logits(cache, True), logits(other, False), rtol=1e-4, atol=1e-4)
-    assert [each.replays for each in Counted.made if each.replays] == [3, 3]
+    assert _replays() == [3, 3]
     assert "change from step to step" in caplog.text
 
 
 def test_memory_is_freed_before_the_next_prompt() -> None:
     model = _model()
     cache = _read(model, "turboquant-4@16", 20)
-    kvfold.attach(model, "triton", cuda_graphs=True)
-    for token in IDS[:1, 20:24].split(1, 1):
-        model(token, **{NAME: cache})
+    _decode(model, cache, 4)
     storage = weakref.ref(cache.layers[0].folded.groups[0].rows.pages()[0].code)
     cache.reset()
     Counted.made.clear()
@@ -240,17 +249,14 @@ def test_what_waits_for_the_device_is_not_recorded(caplog: pytest.LogCaptureFixt
 def test_new_weights_are_seen() -> None:
     model = _model()
     cache = _read(model, "turboquant-4@16", 20)
-    kvfold.attach(model, "triton", cuda_graphs=True)
-    tokens = IDS[:1, 20:28].split(1, 1)
-    for token in tokens[:4]:
-        model(token, **{NAME: cache})
+    _decode(model, cache, 4)
     norm = model.model.norm
     norm.weight.data.mul_(2)  # in place: the same graph
-    doubled = model(tokens[4], **{NAME: cache}).logits
+    doubled = _decode(model, cache, 1)
     assert len(Counted.made) == 1
     norm.weight = torch.nn.Parameter(norm.weight / 2)
     other = copy.deepcopy(cache)
-    after = model(tokens[5], **{NAME: cache}).logits
+    after = _decode(model, cache, 1)
     kvfold.detach(model)
     expected = _steps(model, other, 1, graphs=False)[0]
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
@@ -260,10 +266,7 @@ def test_new_weights_are_seen() -> None:
 def test_a_replay_that_breaks_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     cache = _read(model, "centred-4", 100)
-    kvfold.attach(model, "triton", cuda_graphs=True)
-    tokens = IDS[:1, 100:110].split(1, 1)
-    for token in tokens[:3]:
-        model(token, **{NAME: cache})
+    _decode(model, cache, 3)
     whole = Counted.replay
 
     def broken(own: Counted) -> None:
@@ -273,11 +276,11 @@ def test_a_replay_that_breaks_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patched:
         patched.setattr(Counted, "replay", broken)
         with pytest.raises(KeyboardInterrupt):
-            model(tokens[3], **{NAME: cache})
+            _decode(model, cache, 1)
     assert cache.get_seq_length() == 103
-    found = [model(token, **{NAME: cache}).logits for token in tokens[3:6]]
+    found = [_decode(model, cache, 3)]
     cache.crop(-1)
-    found += [model(token, **{NAME: cache}).logits for token in tokens[5:8]]
+    found.append(_decode(model, cache, 3))
     kvfold.detach(model)
     expected = _steps(model, _read(model, "centred-4", 103), 5, graphs=False)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected[:3] + expected[2:]), rtol=1e-4, atol=1e-4)
@@ -286,9 +289,7 @@ def test_a_replay_that_breaks_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_graphs_go_with_their_cache() -> None:
     model = _model()
     cache = _read(model, "turboquant-4@16", 20)
-    kvfold.attach(model, "triton", cuda_graphs=True)
-    for token in IDS[:1, 20:23].split(1, 1):
-        model(token, **{NAME: cache})
+    _decode(model, cache, 3)
     gone, storage = weakref.ref(cache), weakref.ref(cache.layers[0].folded.groups[0].rows.pages()[0].code)
     copied = copy.deepcopy(model)  # has graphs of its own
     del cache
@@ -331,19 +332,16 @@ def test_weights_that_autocast_rounds_are_read_anew() -> None:
     model = _model()
     with torch.autocast(DEVICE, torch.bfloat16):
         cache = _read(model, "centred-4", 100)
-    kvfold.attach(model, "triton", cuda_graphs=True)
-    tokens = IDS[:1, 100:107].split(1, 1)
     with torch.autocast(DEVICE, torch.bfloat16):
-        for token in tokens[:5]:
-            model(token, **{NAME: cache})
+        _decode(model, cache, 5)
     model.lm_head.weight.mul_(3)  # in place
     other = copy.deepcopy(cache)
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = model(tokens[5], **{NAME: cache}).logits
+        found = _decode(model, cache, 1)
         kvfold.detach(model)
         expected = _steps(model, other, 1, graphs=False)[0]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    assert [each.replays for each in Counted.made] == [5]
+    assert _replays() == [5]
 
 
 def test_the_log_says_what_is_no_graph(caplog: pytest.LogCaptureFixture) -> None:

@@ -120,6 +120,17 @@ def test_which_devices_run_them(
     target._compiles.cache_clear()
 
 
+@pytest.mark.parametrize(("capability", "wide"), [((8, 0), True), ((8, 9), True), ((9, 0), False)])
+def test_which_devices_have_wide_programs(
+    capability: tuple[int, int], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert target.has_wide_programs(torch.device("cuda")) == wide
+    assert not target.has_wide_programs(torch.device("xpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not target.has_wide_programs(torch.device("cuda"))
+
+
 def test_what_is_compiled_depends_on_what_writes_it() -> None:
     """Triton's cache on the disk does not see functions that write assembly."""
     fields = dataclasses.fields(Numbers)

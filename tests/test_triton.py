@@ -316,7 +316,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         "_append", "_fold_token",
     }  # fmt: skip
     ours = [row for row in rows if row["for"].startswith("kvfold-4, D128, 4 heads") and row["kernel"] != "together"]
-    assert all(not row["spilled"] and row["shared bytes"] <= 2**16 for row in ours)
+    assert all(not row["spilled"] and row["shared bytes"] <= 2**15 for row in ours)
     for tokens, kernels in ((1, {"attend_pages"}), (64, {"unfold"})):  # which read codes
         ran = {row["kernel"] for row in ours if row["for"].endswith(f"× {tokens}")}
         assert ran == kernels | {"attend_dense", "combine"}

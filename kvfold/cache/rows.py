@@ -1,7 +1,6 @@
 """Folded sequences of one length, in tensors: pages and dense tokens, as the schedule has them."""
 
 import copy
-from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -138,7 +137,7 @@ class FoldedRows(HeldRows):
         tail, length = self.tail_span(), self.length + 1
         if self.schedule.by_token:
             if self.keys.storage is not None and not (self.length - self.window.sinks) % self.page_size:
-                self._become(stores=tuple(store.with_empty_page() for store in self.stores))
+                self._become(stores=tuple(store.with_empty(1) for store in self.stores))
         elif tail is not None:
             stores = self._with_ripe_pages(tail, self.formats, self._fold, length)
             tail_start = self.schedule.tail_start(length, self.evicted, stores[0].count, 1)
@@ -153,12 +152,10 @@ class FoldedRows(HeldRows):
 
     def stay_in(self, tail: Sides | None, pages: int) -> None:
         """Keep the dense tail in `tail`, which has room, and have room for `pages` pages: new tokens move neither."""
-        dense = self.dense
-        if tail is not None and not all(map(is_, tail, dense.tail or ())):
-            dense = dense.moved_into(tail, self.length)
-        stores = tuple(store.with_room(pages) for store in self.stores)
-        if dense is not self.dense:
-            self._become(stores=stores, dense=dense)
+        for store in self.stores:
+            store.reserve(pages)
+        if tail is not None and self.dense.tail is not tail:
+            self._become(dense=self.dense.moved_into(tail, self.length))
 
     def token_folder(self) -> TokenFolder | None:
         """The kernel that folds single tokens into pages; None if there is none."""

@@ -74,9 +74,10 @@ class PageStore:
             target.copy_(source)
         return replace(self, count=self.count + added, room=room)
 
-    def with_room(self, count: int) -> Self:
-        """With room for `count` pages, so that storage stays where it is until they are full."""
-        return self if self.storage is None else replace(self, room=self._reserved(count, like=self.storage))
+    def reserve(self, count: int) -> None:
+        """Have room for `count` pages, so that storage stays where it is until they are full; none before a page."""
+        if self.storage is not None:
+            self._reserved(count, like=self.storage)
 
     def with_tokens(self, pages: Pages, first: int) -> Self:
         """With the tokens of `pages` in the same slots of the pages from page `first` on.
@@ -88,7 +89,7 @@ class PageStore:
         added = first + pages.code.shape[PAGE_DIM] - self.count
         grown = self
         if added > 0:
-            grown = self._with_empty(added, pages)
+            grown = self.with_empty(added, pages)
         assert grown.storage is not None
         for target, source in _paired(grown.storage, pages, first):
             if target.is_floating_point():
@@ -97,12 +98,13 @@ class PageStore:
                 target.bitwise_or_(source)
         return grown
 
-    def with_empty_page(self) -> Self:
-        """With one page more, without tokens. For formats that fold token by token."""
-        assert self.storage is not None
-        return self._with_empty(1, self.storage)
+    def with_empty(self, count: int, like: Pages | None = None) -> Self:
+        """With so many pages more, without tokens, shaped as those held or as `like`.
 
-    def _with_empty(self, count: int, like: Pages) -> Self:
+        For formats that fold token by token.
+        """
+        like = like or self.storage
+        assert like is not None
         return self.with_pages(like.map(lambda t: t.new_zeros(*t.shape[:PAGE_DIM], count, *t.shape[PAGE_DIM + 1 :])))
 
     def first(self, count: int) -> Self:

@@ -23,8 +23,7 @@ ROWS_OF_B = 8
 MOST_WARPS = 4
 """Each has at least one of the four tiles of tokens of a block."""
 WIDE = 128
-"""Rows of a program with 8 warps, for unfolded pages of as many channels at most. Each warp then has rows of its own,
-so that none waits for another's maxima, and all share what is read."""
+"""Rows of a program with 8 warps, for unfolded pages of as many channels at most, where `has_wide_programs`."""
 MULTIPROCESSORS_OF_A_CPU = 2
 """The number assumed for the interpreter, so that contexts are split there too."""
 

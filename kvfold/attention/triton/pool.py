@@ -114,7 +114,7 @@ def _pool_part(step: EngineStep, part: range, size: int, units: NDArray[np.int64
     new = [ints.add(row[0] for row in rows), ints.add(row[1] for row in rows), ints.add(before), start, stop]
     zero, skipped = ints.add([0] * max(len(rows), len(tokens))), ints.add(row[7] >= 0 for row in rows)
     dense_first = [ints.add(max(row[7], 0) for row in rows), skipped, zero, zero, start]
-    numbers = sent(ints.numbers, device)
+    numbers = sent(tuple(ints.numbers), device)
     return _PoolPart(
         slice(part.start, part.stop),
         Sequences(numbers[first], numbers[count], numbers[held], numbers[start], max(counts), max(pages),

@@ -79,20 +79,10 @@ def attend_rows(
     for first in range(0, n, step):
         part = slice(first, first + step)
         own_mask = mask[:, :, part] if mask is not None and mask.shape[2] > 1 else mask
-        out[:, :, part] = _attend_some(
-            query[:, :, part], rows, dense, until[part], stop[part], scaling=scaling, mask=own_mask, softcap=softcap,
-            sink_logits=sink_logits,
-        )  # fmt: skip
+        told = Told(rows, dense, until[part], stop[part])
+        numbers = sent(tuple(told.numbers), query.device)
+        out[:, :, part] = attend_told(query[:, :, part], rows, told, numbers, scaling, own_mask, softcap, sink_logits)
     return out
-
-
-def _attend_some(
-    query: Tensor, rows: FoldedRows, dense: DenseSpan | None, until: list[int], after: list[int], *,
-    scaling: float, mask: Tensor | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of queries that read folded tokens up to `until`, and any tokens up to `after`."""
-    told = Told(rows, dense, until, after)
-    return attend_told(query, rows, told, told.sent(query.device), scaling, mask, softcap, sink_logits)
 
 
 class Told:
@@ -117,10 +107,6 @@ class Told:
              starts[span is dense], afters) for span in self.spans
         ]  # fmt: skip
         self.numbers = ints.numbers
-
-    def sent(self, device: torch.device) -> Tensor:
-        """The numbers on a device."""
-        return sent(self.numbers, device)
 
     def sequences(self, numbers: Tensor) -> Sequences:
         """`numbers` are those on the device."""

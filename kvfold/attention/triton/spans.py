@@ -67,13 +67,9 @@ class Ints:
         return slice(start, len(self.numbers))
 
 
-def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """`numbers` on a device, int32, sent once for all layers of equal length: each copy would wait for the GPU."""
-    return _sent(tuple(numbers), device)
-
-
 @lru_cache(maxsize=8)
-def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """`numbers` on a device, int32, sent once for all layers of equal length: each copy would wait for the GPU."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 

@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from kvfold.kernels.triton import is_nvidia
+
 logger = logging.getLogger("kvfold")
 
 SWITCH = "KVFOLD_GLUON"
@@ -16,14 +18,18 @@ TESTED = "3.9."
 
 def tensor_cores(device: torch.device) -> bool:
     """Whether a device runs the kernels in Gluon: it is NVIDIA's, multiplies bytes, and Triton's Gluon is known."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+    if not is_nvidia(device) or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return os.environ.get(SWITCH) != "0" and os.environ.get("TRITON_INTERPRET", "0") == "0" and _compiles()
 
 
 def has_wide_programs(device: torch.device) -> bool:
-    """Whether a program may have more than 32 KiB of shared memory, as NVIDIA's have; in the interpreter, too."""
-    return device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None)
+    """Whether programs of prompts have 128 rows: on NVIDIA's GPUs before Hopper, and in the interpreter.
+
+    There, of fewer rows a warp has all, and exchanges their maxima with the others. Hopper's products take 64 rows of
+    four warps at once, and would keep twice as many queries in shared memory.
+    """
+    return device.type == "cpu" or (is_nvidia(device) and torch.cuda.get_device_capability(device) < (9, 0))
 
 
 @cache

@@ -34,8 +34,7 @@ PAGES = 16
 SHARE = 32
 """… as many as fill 1/32 of them, if that is more. Then another graph is recorded, which takes about six steps."""
 TRIES = 4
-"""How often a cache's steps are begun without that one is recorded."""
-CHANGING = "the cache's rows, the weights or the inputs change from step to step"
+"""Tokens in a row that find something changed, after which a cache's steps are recorded no more until a prompt."""
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 """The relative error by which a replay may differ from the same step without a graph, as other algorithms may run; …"""
 TOLERANCE = 1e-2
@@ -51,9 +50,8 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._steps: WeakKeyDictionary[FoldedCache, _Steps] = WeakKeyDictionary()
-        # Steps that were begun since the last replay, and tokens that came since rows last took steps.
-        self._begun: WeakKeyDictionary[FoldedCache, int] = WeakKeyDictionary()
-        self._unready: WeakKeyDictionary[FoldedCache, int] = WeakKeyDictionary()
+        # How often rows, weights or inputs were others than a token before, since the last replay or prompt.
+        self._changes: WeakKeyDictionary[FoldedCache, int] = WeakKeyDictionary()
         self._logged: set[str] = set()
         self._refused = False  # whether this model's steps turned out to be no graphs
 
@@ -66,26 +64,27 @@ class StepGraphs:
             return forward(**given)
         layers = [layer.folded for layer in cache.layers] if cache.fits_graphs else []
         rows = [layer.groups[0].rows for layer in layers if layer.takes_steps]
-        if cache in self._steps and not self._steps[cache].reads(rows):
-            del self._steps[cache]  # a prompt may need its memory
         inputs = StepInputs.of(module, given)
         if inputs is None:  # more than a token
+            self._changes.pop(cache, None)
+            self._free_moved(cache, rows)
             return forward(**given)
-        why = inputs.why_not
-        ready = why is None and len(rows) == len(layers) and all(own.fold_ahead() for own in rows)
+        all_step = len(rows) == len(layers)
+        ready = all_step and inputs.why_not is None and all(own.fold_ahead() for own in rows)
         steps = self._steps.get(cache)
         if steps is None or not ready or not steps.fits(module, inputs, rows):
-            why = why or _why_not(module, cache, layers)
+            del steps
+            self._free_moved(cache, rows)
+            why = inputs.why_not or _why_not(module, cache, layers)
+            if why is None and (ready or not all_step):
+                self._changes[cache] = self._changes.get(cache, 0) + 1
+                if self._changes[cache] > TRIES:
+                    why = "the cache's rows, the weights or the inputs change from step to step"
             if why is not None:
-                return self._without(why, forward, given)
-            if not ready:  # the first tokens, the next one after a change, or one that completes a page that folds
-                self._unready[cache] = 0 if len(rows) == len(layers) else self._unready.get(cache, 0) + 1
-                return self._without(CHANGING, forward, given) if self._unready[cache] > TRIES else forward(**given)
-            self._begun[cache] = self._begun.get(cache, 0) + 1
-            if self._begun[cache] > TRIES:
-                return self._without(CHANGING, forward, given)
-            del steps  # its memory is free for the next
-            self._steps.pop(cache, None)
+                self._log(f"this step runs without a CUDA graph: {why}")
+            if why is not None or not ready:  # formats await their fit, or a page that the token completes folds
+                return forward(**given)
+            self._steps.pop(cache, None)  # its memory is free for the next
             steps = self._steps[cache] = _Steps(module, inputs, rows)
         steps.hold_still(cache, rows)
         try:
@@ -100,12 +99,13 @@ class StepGraphs:
             cache.passes.begin()
             return forward(**given)
         if steps.is_recorded:
-            self._begun.pop(cache, None)
+            self._changes.pop(cache, None)
         return out
 
-    def _without(self, why: str, forward: Forward, given: dict[str, Any]) -> Any:
-        self._log(f"this step runs without a CUDA graph: {why}")
-        return forward(**given)
+    def _free_moved(self, cache: FoldedCache, rows: Sequence[FoldedRows]) -> None:
+        """Let go of steps whose rows have left their storage: what comes next may need its memory."""
+        if cache in self._steps and not self._steps[cache].reads(rows):
+            del self._steps[cache]
 
     def _log(self, message: str) -> None:
         if message not in self._logged:
@@ -130,8 +130,8 @@ class _Steps:
 
     @in_no_mode
     def __init__(self, module: nn.Module, inputs: StepInputs, rows: Sequence[FoldedRows]) -> None:
-        self._module, self._kind, self._weights = module, inputs.kind(), _weights(module)
-        self._is_training = module.training
+        self._module, self._is_training, self._weights = module, module.training, _weights(module)
+        self._kind = inputs.kind()
         count = max(own.keys.count for own in rows)
         self._room = count + max(PAGES, count // SHARE)
         self._tails = [_tail_of(own) for own in rows]
@@ -141,7 +141,8 @@ class _Steps:
         self._inputs: dict[str, Tensor] = {}
         self._recorder = RECORDERS[self._numbers.device.type](self._numbers.device)
         self._output: tuple[list[Any], TreeSpec] | None = None
-        self._taken = self._agreed = 0  # steps, and replays that agreed with one
+        self._is_warm = False
+        self._agreed = 0  # replays that agreed with a step without a graph
 
     @property
     def is_recorded(self) -> bool:
@@ -155,11 +156,11 @@ class _Steps:
 
     def fits(self, module: nn.Module, inputs: StepInputs, rows: Sequence[FoldedRows]) -> bool:
         """Whether the next token goes on: to the same model, with the same weights, and into the same storage."""
-        if module is not self._module or inputs.kind() != self._kind or not self.reads(rows):
+        if module is not self._module or module.training != self._is_training or inputs.kind() != self._kind:
             return False
-        if module.training != self._is_training:
-            return False
-        return all(held.get(name) is x and _address(x) == at for held, name, x, at in self._weights)
+        return self.reads(rows) and all(
+            held.get(name) is x and _address(x) == at for held, name, x, at in self._weights
+        )
 
     @in_no_mode
     def hold_still(self, cache: FoldedCache, rows: Sequence[FoldedRows]) -> None:
@@ -180,8 +181,8 @@ class _Steps:
         assert all(own.dense.tail is None or own.length < own.dense.room_left for own in rows)
         self._tell(inputs.with_positions(layers[0].columns), rows)
         as_given = partial(self._run, forward, given, inputs.casts, rows)
-        self._taken += 1
-        if self._taken == 1:
+        if not self._is_warm:
+            self._is_warm = True
             return as_given()
         past = cache_name(type(self._module).forward)
         assert past is not None

@@ -19,6 +19,7 @@ from kvfold.kernels.gluon import numbers, ptx
 BLOCK = gl.constexpr(numbers.BLOCK)
 NAN = gl.constexpr(PropagateNan.ALL)
 LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32, as in the twin
 MAGIC = gl.constexpr(12582912.0)  # 1.5 · 2²³: after adding it, a number's lowest bits are the nearest whole number
 ONES = gl.constexpr(0x3C003C00)  # a pair of halves
 
@@ -616,7 +617,7 @@ def _weigh(scores, visible, maximum, softcap, SOFTCAP: gl.constexpr):
         scores = softcap * (2 / (1 + gl.exp2(scores * (-2 * LOG2E / softcap))) - 1)
     scores = gl.where(visible, scores, float("-inf"))
     grown = _larger(maximum, gl.reduce(scores, 0, _larger))
-    finite = gl.where(grown == float("-inf"), 0.0, grown) * LOG2E
+    finite = _larger(grown * LOG2E, LOWEST)
     return gl.exp2(scores * LOG2E - finite[None, :]), grown, gl.exp2(maximum * LOG2E - finite)
 
 

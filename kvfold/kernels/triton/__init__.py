@@ -29,12 +29,15 @@ def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
     return launched
 
 
+def is_nvidia(device: torch.device) -> bool:
+    """Whether a device is a GPU of NVIDIA's: torch says "cuda" of AMD's, too."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def all_registers(device: torch.device) -> dict[str, int]:
     """The option by which a thread may have as many registers as there are.
 
     NVIDIA's assembler otherwise keeps to fewer, and some numbers in memory, so that more programs would fit. Other
     compilers do not know the option; the interpreter passes over it.
     """
-    if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
-        return {"maxnreg": 255}
-    return {}
+    return {"maxnreg": 255} if device.type == "cpu" or is_nvidia(device) else {}

@@ -11,6 +11,7 @@ import triton.language as tl
 from kvfold.kernels.triton.pages import key_scores, multiply, weighted_values
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: −∞ less it is −∞, and less −∞ would be NaN
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _capped(scores, softcap, SOFTCAP: tl.constexpr):
 def _weigh(scores, maximum):
     """Unnormalised probabilities, the new maximum, and the factor on older sums."""
     grown = tl.maximum(maximum, tl.max(scores, 1))
-    finite = tl.where(grown == float("-inf"), 0.0, grown) * LOG2E
+    finite = tl.maximum(grown * LOG2E, LOWEST)
     return tl.exp2(scores * LOG2E - finite[:, None]), grown, tl.exp2(maximum * LOG2E - finite)
 
 
